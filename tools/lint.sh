@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Checks the format of all C++ and CUDA sources and runs clang-tidy over the host sources.
+#
+#   tools/lint.sh               everything that git tracks
+#   tools/lint.sh FILE...       these files
+#   tools/lint.sh --fix [FILE...]   formats instead, and does not run clang-tidy
+#
+# The direction of the layers needs no lint: Bazel's visibility refuses a wrong dependency.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+command -v clang-format >/dev/null && command -v clang-tidy >/dev/null ||
+  tools/setup.sh install clang-format clang-tidy
+
+fix=
+if [[ ${1:-} == --fix ]]; then
+  fix=1
+  shift
+fi
+
+files=("$@")
+[[ ${#files[@]} != 0 ]] || mapfile -t files < <(git ls-files '*.h' '*.c' '*.cc' '*.cu' '*.cuh')
+[[ ${#files[@]} != 0 ]] || exit 0
+
+if [[ -n $fix ]]; then
+  clang-format -i "${files[@]}"
+  exit
+fi
+
+status=0
+clang-format --dry-run -Werror "${files[@]}" || status=1
+
+# Sources that include CUDA or NCCL headers are by convention in kernels/cuda or named so.
+mapfile -t tidy < <(printf '%s\n' "${files[@]}" |
+  grep -E '\.cc$' | grep -vE '(^|/)(kernels/cuda/|[^/]*cuda[^/]*\.cc$|[^/]*nccl[^/]*\.cc$)' || true)
+if [[ ${#tidy[@]} != 0 ]]; then
+  # One file a process: a slow one then holds up nobody else. Its output is kept together, and only
+  # shown if there is something to see.
+  printf '%s\n' "${tidy[@]}" | xargs -P "$(nproc)" -I{} bash -c '
+    out=$(timeout 300 clang-tidy --quiet "$1" -- -std=c++20 -I. -DSPDLOG_COMPILED_LIB \
+      -DSPDLOG_FMT_EXTERNAL 2>/dev/null) || { printf "%s\n%s\n" "clang-tidy: $1" "$out"; exit 1; }
+  ' _ {} || status=1
+fi
+
+[[ $status == 0 ]] && echo "lint: ${#files[@]} files formatted, ${#tidy[@]} checked by clang-tidy"
+exit $status
