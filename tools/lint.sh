@@ -2,7 +2,7 @@
 # Checks the format of all C++ and CUDA sources and runs clang-tidy over the host sources.
 #
 #   tools/lint.sh               everything that git tracks
-#   tools/lint.sh FILE...       these files
+#   tools/lint.sh FILE...       those of these files that are C++ or CUDA
 #   tools/lint.sh --fix [FILE...]   formats instead, and does not run clang-tidy
 #
 # The direction of the layers needs no lint: Bazel's visibility refuses a wrong dependency.
@@ -18,8 +18,8 @@ if [[ ${1:-} == --fix ]]; then
   shift
 fi
 
-files=("$@")
-[[ ${#files[@]} != 0 ]] || mapfile -t files < <(git ls-files '*.h' '*.c' '*.cc' '*.cu' '*.cuh')
+mapfile -t files < <(if [[ $# != 0 ]]; then printf '%s\n' "$@"; else git ls-files; fi |
+  grep -E '\.(h|c|cc|cu|cuh)$' || true)
 [[ ${#files[@]} != 0 ]] || exit 0
 
 if [[ -n $fix ]]; then

@@ -18,7 +18,7 @@ TEST(CudaToolchain, LaunchesAKernel) {
   float* device = nullptr;
   ASSERT_EQ(cudaMalloc(&device, bytes), cudaSuccess);
   ASSERT_EQ(cudaMemcpy(device, values.data(), bytes, cudaMemcpyHostToDevice), cudaSuccess);
-  ASSERT_EQ(Scale(device, static_cast<int>(values.size()), 2.0f, nullptr), cudaSuccess);
+  ASSERT_EQ(scale(device, static_cast<int>(values.size()), 2.0f, nullptr), cudaSuccess);
   ASSERT_EQ(cudaMemcpy(values.data(), device, bytes, cudaMemcpyDeviceToHost), cudaSuccess);
   EXPECT_EQ(cudaFree(device), cudaSuccess);
   EXPECT_EQ(values, (std::vector<float>{2, 4, 6, 8}));

@@ -3,16 +3,16 @@
 namespace mla::build_test {
 namespace {
 
-__global__ void ScaleKernel(float* values, int n, float factor) {
+__global__ void scale_kernel(float* values, int n, float factor) {
   const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (i < n) values[i] *= factor;
 }
 
 }  // namespace
 
-cudaError_t Scale(float* values, int n, float factor, cudaStream_t stream) {
+cudaError_t scale(float* values, int n, float factor, cudaStream_t stream) {
   constexpr int kThreads = 256;
-  ScaleKernel<<<(n + kThreads - 1) / kThreads, kThreads, 0, stream>>>(values, n, factor);
+  scale_kernel<<<(n + kThreads - 1) / kThreads, kThreads, 0, stream>>>(values, n, factor);
   return cudaGetLastError();
 }
 

@@ -6,7 +6,7 @@
 namespace mla::build_test {
 
 // Multiplies the `n` floats at `values`, in device memory, by `factor`, on `stream`.
-cudaError_t Scale(float* values, int n, float factor, cudaStream_t stream);
+cudaError_t scale(float* values, int n, float factor, cudaStream_t stream);
 
 }  // namespace mla::build_test
 

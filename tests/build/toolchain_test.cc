@@ -22,7 +22,7 @@ TEST(Toolchain, TextLibraries) {
   EXPECT_NE(hwy::SupportedTargets(), 0);
 }
 
-std::vector<float> Multiply(std::span<const float> a, std::span<const float> b, int n) {
+std::vector<float> multiply(std::span<const float> a, std::span<const float> b, int n) {
   std::vector<float> c(static_cast<size_t>(n) * n);
   cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, n, n, 1.0f, a.data(), n, b.data(), n,
               0.0f, c.data(), n);
@@ -55,9 +55,10 @@ TEST(Toolchain, BlasRunsConcurrently) {
 
   std::vector<int> wrong(kThreads);
   std::vector<std::thread> threads;
+  threads.reserve(kThreads);
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
-      for (int round = 0; round < kRounds; ++round) wrong[t] += Multiply(a, b, kSize) != expected;
+      for (int round = 0; round < kRounds; ++round) wrong[t] += multiply(a, b, kSize) != expected;
     });
   }
   for (std::thread& thread : threads) thread.join();
