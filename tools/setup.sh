@@ -32,15 +32,6 @@ missing() {
       sed -n 's/^installed //p' | sort -u)
 }
 
-as_root() {
-  if [[ $EUID == 0 ]]; then
-    "$@"
-  else
-    command -v sudo >/dev/null || fail "needs root to install packages: run as root, or: $*"
-    sudo "$@"
-  fi
-}
-
 install() {
   command -v dpkg-query >/dev/null && command -v apt-get >/dev/null ||
     fail "this script installs packages with apt only; elsewhere install the likes of: $*"
@@ -48,14 +39,19 @@ install() {
   mapfile -t wanted < <(missing "$@")
   [[ ${#wanted[@]} == 0 ]] && return
 
+  local as_root=()
+  if [[ $EUID != 0 ]]; then
+    command -v sudo >/dev/null || fail "run this as root: apt-get install ${wanted[*]}"
+    as_root=(sudo)
+  fi
   echo "setup: installing ${wanted[*]}" >&2
-  as_root apt-get -qq update || echo "setup: package lists are not fresh, trying anyway" >&2
+  "${as_root[@]}" apt-get -qq update || echo "setup: package lists are not fresh, trying anyway" >&2
   for package in "${wanted[@]}"; do
     apt-cache show "$package" &>/dev/null || unknown+=("$package")
   done
   [[ ${#unknown[@]} == 0 ]] ||
     fail "apt has no package ${unknown[*]}; on Ubuntu they are in the component 'universe'"
-  as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends \
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends \
     -o DPkg::Lock::Timeout=300 -o Dpkg::Use-Pty=0 "${wanted[@]}" >/dev/null ||
     fail "apt could not install ${wanted[*]}; its reason is above"
   mapfile -t wanted < <(missing "$@")
