@@ -7,7 +7,6 @@
 #define KERNELS_LSE_H_
 
 #include <cmath>
-#include <limits>
 
 #include "kernels/host_device.h"
 
@@ -15,18 +14,18 @@ namespace mla {
 
 /// Some kernels report +inf for a row without keys; it means the same as -inf.
 MLA_HOST_DEVICE inline float normalized_lse(float lse) {
-  return lse == std::numeric_limits<float>::infinity() ? -lse : lse;
+  return lse == INFINITY ? -lse : lse;
 }
 
 MLA_HOST_DEVICE inline bool is_empty_lse(float lse) {
-  return lse == -std::numeric_limits<float>::infinity();
+  return lse == -INFINITY;
 }
 
 /// How two states combine. A weight of exactly 0 means: do not read that side at all.
 struct MergeWeights {
   float prefix = 0.0f;
   float suffix = 0.0f;
-  float lse = -std::numeric_limits<float>::infinity();
+  float lse = -INFINITY;
 };
 
 /// `prefix_lse` and `suffix_lse` as the kernels reported them. A NaN is no empty side: it makes
