@@ -9,8 +9,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-command -v clang-format >/dev/null && command -v clang-tidy >/dev/null ||
-  tools/setup.sh install clang-format clang-tidy
+if ! { command -v clang-format && command -v clang-tidy && command -v git; } >/dev/null; then
+  tools/setup.sh install clang-format clang-tidy git
+fi
 
 fix=
 if [[ ${1:-} == --fix ]]; then
