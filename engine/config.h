@@ -46,14 +46,14 @@ PlanConfig plan_config(const EngineConfig& config, const Backend& backend);
 /// Exact bytes of the workspace an engine of this config needs, for any context and any step
 /// within its limits: the parts, and their sum, each rounded up to 256 bytes.
 struct WorkspaceLayout {
-  size_t latent = 0;         // [W, L + Rr] bf16
-  size_t expanded = 0;       // [W, H * (P + V)] bf16
-  size_t partial_out = 0;    // [max_query_tokens, H, V] float32, the running partial
-  size_t partial_lse = 0;    // [H, max_query_tokens] float32
-  size_t chunk_out = 0;      // kDiscrete: as partial_out, for one chunk
-  size_t chunk_lse = 0;      // kDiscrete
-  size_t absorbed = 0;       // absorb path: query, latent output and values of kAbsorbRows tokens
-  size_t scratch = 0;        // the backend's
+  size_t latent = 0;       // [W, L + Rr] bf16
+  size_t expanded = 0;     // [W, H * (P + V)] bf16
+  size_t partial_out = 0;  // [max_query_tokens, H, V] float32, the running partial
+  size_t partial_lse = 0;  // [H, max_query_tokens] float32
+  size_t chunk_out = 0;    // kDiscrete: as partial_out, for one chunk
+  size_t chunk_lse = 0;    // kDiscrete
+  size_t absorbed = 0;     // absorb path: query, latent output and values of kAbsorbRows tokens
+  size_t scratch = 0;      // the backend's
   size_t total = 0;
 };
 WorkspaceLayout workspace_layout(const EngineConfig& config, const Backend& backend);

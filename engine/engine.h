@@ -38,8 +38,8 @@ struct StepInputs {
   int64_t device_block_table_stride = 0;
   bool reject_duplicate_pages = false;  // within one request, host tables only
 
-  const int64_t* slot_mapping = nullptr;          // [T] backend memory; null: cache not written
-  std::span<const int64_t> host_slot_mapping;     // optional host copy, checked where given
+  const int64_t* slot_mapping = nullptr;       // [T] backend memory; null: cache not written
+  std::span<const int64_t> host_slot_mapping;  // optional host copy, checked where given
 };
 
 class Engine {

@@ -62,7 +62,7 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  virtual std::string_view name() const = 0;         // "cpu", "cuda"
+  virtual std::string_view name() const = 0;  // "cpu", "cuda"
   virtual std::string device_description() const = 0;
   /// Which attention kernel serves the dimensions, for people to read; throws kUnsupported.
   virtual std::string attention_kernel(const ModelDims& dims, DType dtype, Path path) const = 0;

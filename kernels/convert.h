@@ -27,7 +27,8 @@ MLA_HOST_DEVICE inline float bf16_to_float(uint16_t x) {
 }
 MLA_HOST_DEVICE inline uint16_t float_to_bf16(float x) {
   const uint32_t bits = float_bits(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);  // NaN
+  if ((bits & 0x7fffffffu) > 0x7f800000u)
+    return static_cast<uint16_t>((bits >> 16) | 0x40u);  // NaN
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 

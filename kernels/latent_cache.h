@@ -33,8 +33,8 @@ inline ConstLatentCache as_const(const LatentCache& c) {
 struct WriteLatentCacheParams {
   int32_t kv_lora_rank = 0;
   int32_t qk_rope_head_dim = 0;
-  ConstRows kv_c;  // [T, L] bf16, strided
-  ConstRows k_pe;  // [T, Rr] bf16, strided
+  ConstRows kv_c;                         // [T, L] bf16, strided
+  ConstRows k_pe;                         // [T, Rr] bf16, strided
   const int64_t* slot_mapping = nullptr;  // [T] page * page_size + offset; negative: skip
   Count num_tokens;
   LatentCache kv_cache;

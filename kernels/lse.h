@@ -13,13 +13,9 @@
 namespace mla {
 
 /// Some kernels report +inf for a row without keys; it means the same as -inf.
-MLA_HOST_DEVICE inline float normalized_lse(float lse) {
-  return lse == INFINITY ? -lse : lse;
-}
+MLA_HOST_DEVICE inline float normalized_lse(float lse) { return lse == INFINITY ? -lse : lse; }
 
-MLA_HOST_DEVICE inline bool is_empty_lse(float lse) {
-  return lse == -INFINITY;
-}
+MLA_HOST_DEVICE inline bool is_empty_lse(float lse) { return lse == -INFINITY; }
 
 /// How two states combine. A weight of exactly 0 means: do not read that side at all.
 struct MergeWeights {

@@ -24,8 +24,8 @@ struct MergeAttnStatesParams {
   ConstLse prefix_lse;
   ConstHeadRows suffix_out;  // [T, H, D] float32, fp16 or bf16
   ConstLse suffix_lse;
-  HeadRows output;     // [T, H, D] float32, fp16, bf16, or e4m3 with output_scale
-  Lse output_lse;      // null: not wanted
+  HeadRows output;  // [T, H, D] float32, fp16, bf16, or e4m3 with output_scale
+  Lse output_lse;   // null: not wanted
   /// e4m3 output only: stored = round(value / output_scale), saturated at +-448. One float in
   /// backend memory.
   const float* output_scale = nullptr;

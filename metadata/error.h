@@ -1,6 +1,7 @@
 // The one error type of the project.
 //
-//   throw_error(ErrorCode::kInvalidArgument, "workspace_tokens is {}, the page size {} is its least", w, page);
+//   throw_error(ErrorCode::kInvalidArgument, "workspace_tokens is {}, the page size {} is its
+//   least", w, page);
 //
 // A message names the value that was refused and the limit it broke.
 #ifndef METADATA_ERROR_H_

@@ -1,9 +1,9 @@
 // The plan of one step: which rows of which request's context go through the workspace together,
 // and which attention items they make. Built once a step on the host, reused by every layer.
 //
-//   StepPlan plan;                        // reused: no allocation once it has seen the largest step
-//   build_plan(config, batch, nullptr, plan);
-//   for (const Chunk& chunk : plan.chunks()) { ... plan.host(chunk.cu_seq_lens) ... }
+//   StepPlan plan;                        // reused: no allocation once it has seen the largest
+//   step build_plan(config, batch, nullptr, plan); for (const Chunk& chunk : plan.chunks()) { ...
+//   plan.host(chunk.cu_seq_lens) ... }
 //
 // Every array that a kernel reads lies in one contiguous block, so that one copy carries the plan
 // to the device; a BlockArray is an offset into it, valid on both sides.
@@ -96,10 +96,10 @@ struct Chunk {
   int32_t request_end = 0;    // trimmed at both ends, inside they have length 0
   int32_t token_begin = 0;    // query rows of these requests
   int32_t token_end = 0;
-  int32_t seq_tot = 0;             // rows in the chunk, <= W
-  int32_t max_seq_len = 0;         // longest span
-  int32_t max_query_len = 0;       // longest q_len over items
-  bool has_empty_context = false;  // some request of the range has new tokens and no keys here
+  int32_t seq_tot = 0;              // rows in the chunk, <= W
+  int32_t max_seq_len = 0;          // longest span
+  int32_t max_query_len = 0;        // longest q_len over items
+  bool has_empty_context = false;   // some request of the range has new tokens and no keys here
   BlockArray<int32_t> starts;       // [n] first position of the span in the rank's cache
   BlockArray<int32_t> seq_lens;     // [n]
   BlockArray<int32_t> cu_seq_lens;  // [n+1], rebased: first 0, last seq_tot
