@@ -1,0 +1,63 @@
+// What the host hands to the kernels of the Hopper prefill attention, and their launchers.
+#ifndef KERNELS_CUDA_SM90_KERNEL_ARGS_H_
+#define KERNELS_CUDA_SM90_KERNEL_ARGS_H_
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/tensor.h"
+#include "metadata/attention_item.h"
+
+namespace mla::sm90 {
+
+/// The tiles of one launch, in scratch memory: made by prepare_tiles, handed out by next_tile.
+/// Items stand in the order they are worked on, those with most keys first.
+struct TileList {
+  uint64_t* next_tile = nullptr;    // [1]
+  int32_t* num_items = nullptr;     // [1]
+  int64_t* first_tile = nullptr;    // [num_items + 1] tiles before the item; the last is the total
+  AttentionItem* items = nullptr;   // [num_items]
+};
+
+struct PrepareTilesArgs {
+  const AttentionItem* items = nullptr;
+  Count num_items;
+  int32_t num_heads = 0;
+  int32_t num_blocks = 0;  // attention blocks: block b starts with tile b
+  TileList tiles;
+};
+
+struct PrefillKernelArgs {
+  CUtensorMap q;       // {P + Rr, heads, rows}
+  CUtensorMap k_nope;  // {P, heads, rows}
+  CUtensorMap k_pe;    // {Rr, rows}
+  CUtensorMap v;       // {V, heads, rows}
+  // 1, or 0 where a head stride of 0 shares one row among the heads.
+  int32_t q_head_step = 1;
+  int32_t k_head_step = 1;
+  int32_t v_head_step = 1;
+
+  int32_t num_heads = 0;
+  float softmax_scale = 0.0f;
+  TileList tiles;
+
+  ConstHeadRows prefix_out;
+  ConstLse prefix_lse;
+  HeadRows out;
+  Lse lse;
+};
+
+cudaError_t launch_prepare_tiles(const PrepareTilesArgs& args, cudaStream_t stream);
+
+// One a file, since each takes the compiler long.
+cudaError_t launch_deepseek_bf16(const PrefillKernelArgs& args, int blocks, cudaStream_t stream);
+cudaError_t launch_deepseek_fp16(const PrefillKernelArgs& args, int blocks, cudaStream_t stream);
+cudaError_t launch_glm_bf16(const PrefillKernelArgs& args, int blocks, cudaStream_t stream);
+cudaError_t launch_glm_fp16(const PrefillKernelArgs& args, int blocks, cudaStream_t stream);
+
+}  // namespace mla::sm90
+
+#endif  // KERNELS_CUDA_SM90_KERNEL_ARGS_H_

@@ -1,0 +1,33 @@
+// Prefill attention on Hopper (sm_90a) for (P, Rr, V) = (128, 64, 128) and (192, 64, 256).
+#ifndef KERNELS_CUDA_SM90_PREFILL_ATTENTION_H_
+#define KERNELS_CUDA_SM90_PREFILL_ATTENTION_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "kernels/prefill_attention.h"
+
+namespace mla::sm90 {
+
+/// Whether the kernel serves dimensions and dtype of q, k and v.
+bool supports_prefill_attention(int32_t nope_dim, int32_t rope_dim, int32_t v_dim, DType dtype);
+
+/// Bytes of scratch for launches of up to `max_items` items.
+size_t prefill_attention_scratch_bytes(int64_t max_items);
+
+/// Two launches on `stream`; no wait, no allocation, no copy. Occupies at most `max_blocks`
+/// multiprocessors, each wholly. Throws kUnsupported or kInvalidArgument before it launches
+/// anything: where supports_prefill_attention says no, for pointers off 16 bytes, strides that are
+/// no multiple of 8 elements (4 where float32), or too little scratch.
+///
+/// NaN in K or V rows outside an item's key range is harmless. A NaN or infinity in a V row that
+/// causality hides may still reach queries of the same item whose block of keys holds that row.
+void prefill_attention(const PrefillAttentionParams& params, std::span<std::byte> scratch,
+                       int max_blocks, cudaStream_t stream);
+
+}  // namespace mla::sm90
+
+#endif  // KERNELS_CUDA_SM90_PREFILL_ATTENTION_H_

@@ -1,0 +1,577 @@
+// Prefill attention for Hopper: one producer warp feeds K and V blocks through the copy engine,
+// two consumer warpgroups of 64 query rows each multiply, exponentiate and merge.
+//
+// A block works on tiles (kQueryRows query rows of one head of one item) until none is left. Keys
+// are walked from the last visible block to the first, so that masked blocks come first and the
+// main loop has no masking code. In a consumer the product S = Q K(n)^T is under way while
+// O += P V(n+1) is, and the softmax of block n runs beside the latter.
+//
+// What reaches a result: rows of K and V inside the item's key range only. Rows past the range that
+// share its last block are zeroed (V) or masked (K) before use, so NaN there is harmless. A row of V
+// inside the range but hidden from some query by causality is multiplied by 0: it must be finite.
+#ifndef KERNELS_CUDA_SM90_PREFILL_ATTENTION_KERNEL_CUH_
+#define KERNELS_CUDA_SM90_PREFILL_ATTENTION_KERNEL_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "kernels/cuda/sm90/kernel_args.h"
+#include "kernels/cuda/sm90/ptx.cuh"
+#include "kernels/cuda/sm90/tile_config.h"
+#include "kernels/cuda/sm90/tile_schedule.cuh"
+#include "kernels/cuda/sm90/wgmma.cuh"
+#include "kernels/lse.h"
+
+namespace mla::sm90 {
+
+constexpr int kTileSlots = 2;
+constexpr int kConsumerBarrier = 1;  // named barrier of all consumers; 0 is __syncthreads
+
+/// Barriers and tile slots, at kControlOffset.
+struct Control {
+  uint64_t q_full, q_empty;
+  uint64_t k_full[2], k_empty[2];
+  uint64_t v_full[2], v_empty[2];
+  uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
+  TileWork tile[kTileSlots];
+};
+
+/// Place in a ring of two stages, and the parity of the pass over it.
+struct RingPosition {
+  uint32_t stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void step() {
+    stage ^= 1;
+    parity ^= stage == 0;
+  }
+};
+
+template <typename Config>
+struct SharedMemory {
+  uint32_t base;
+  Control* control;
+
+  __device__ uint32_t q() const { return base + Config::kQueryOffset; }
+  __device__ uint32_t k(uint32_t stage) const {
+    return base + Config::kKeyOffset + stage * Config::kKeyBytes;
+  }
+  __device__ uint32_t v(uint32_t stage) const {
+    return base + Config::kValueOffset + stage * Config::kValueBytes;
+  }
+};
+
+template <typename Config>
+__device__ __forceinline__ SharedMemory<Config> shared_memory() {
+  extern __shared__ uint8_t dynamic_shared[];
+  const uint32_t raw = shared_address(dynamic_shared);
+  const uint32_t base = (raw + Config::kAlignment - 1) & ~uint32_t{Config::kAlignment - 1};
+  return {base, reinterpret_cast<Control*>(dynamic_shared + (base - raw) + Config::kControlOffset)};
+}
+
+// ---- producer --------------------------------------------------------------------------------
+
+template <typename Config>
+class Producer {
+ public:
+  __device__ Producer(const PrefillKernelArgs& args, const SharedMemory<Config>& shared)
+      : args_(args), shared_(shared) {}
+
+  /// One warp; its lanes search for tiles together and lane 0 starts the copies.
+  __device__ void run() {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    Control& control = *shared_.control;
+    RingPosition slot;
+    uint64_t tile = blockIdx.x;
+    for (;;) {
+      uint64_t next = 0;
+      if (lane == 0) next = atomicAdd(reinterpret_cast<unsigned long long*>(args_.tiles.next_tile), 1);
+      const TileWork work = locate_tile<Config>(args_.tiles, args_.num_heads, tile, lane);
+      if (lane == 0) {
+        barrier_wait(shared_address(&control.tile_empty[slot.stage]), slot.parity ^ 1);
+        control.tile[slot.stage] = work;
+        barrier_arrive(shared_address(&control.tile_full[slot.stage]));
+        if (work.blocks > 0) load_tile(work);
+      }
+      if (work.rows == 0) return;
+      slot.step();
+      tile = __shfl_sync(~0u, next, 0);
+    }
+  }
+
+ private:
+  /// K runs one block ahead of V, as the consumers use them.
+  __device__ __forceinline__ void load_tile(const TileWork& work) {
+#pragma unroll 1
+    for (int32_t block = work.blocks; block >= 0; --block) {
+      if (block > 0) load_keys(work, block - 1);
+      if (block == work.blocks) {
+        load_queries(work);
+      } else {
+        load_values(work, block);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_queries(const TileWork& work) {
+    const uint32_t full = shared_address(&shared_.control->q_full);
+    barrier_wait(shared_address(&shared_.control->q_empty), q_parity_ ^ 1);
+    q_parity_ ^= 1;
+    barrier_arrive_expect(full, Config::kQueryBytes);
+#pragma unroll
+    for (int panel = 0; panel < Config::kQkDim / kPanelColumns; ++panel) {
+      load_box(shared_.q() + panel * Config::kQueryPanelBytes, &args_.q, panel * kPanelColumns,
+               work.head * args_.q_head_step, work.q_row, full, policy_evict_first());
+    }
+  }
+
+  __device__ __forceinline__ void load_keys(const TileWork& work, int32_t block) {
+    const uint32_t full = shared_address(&shared_.control->k_full[k_.stage]);
+    barrier_wait(shared_address(&shared_.control->k_empty[k_.stage]), k_.parity ^ 1);
+    barrier_arrive_expect(full, Config::kKeyBytes);
+    const int32_t row = work.k_begin + block * Config::kKeyRows;
+    uint32_t destination = shared_.k(k_.stage);
+#pragma unroll
+    for (int column = 0; column < Config::kNopeDim; column += kPanelColumns) {
+      load_box(destination, &args_.k_nope, column, work.head * args_.k_head_step, row, full,
+               policy_evict_last());
+      destination += Config::kKeyPanelBytes;
+    }
+#pragma unroll
+    for (int column = 0; column < Config::kRopeDim; column += kPanelColumns) {
+      load_box(destination, &args_.k_pe, column, row, full, policy_evict_last());
+      destination += Config::kKeyPanelBytes;
+    }
+    k_.step();
+  }
+
+  __device__ __forceinline__ void load_values(const TileWork& work, int32_t block) {
+    const uint32_t full = shared_address(&shared_.control->v_full[v_.stage]);
+    barrier_wait(shared_address(&shared_.control->v_empty[v_.stage]), v_.parity ^ 1);
+    barrier_arrive_expect(full, Config::kValueBytes);
+    const int32_t row = work.k_begin + block * Config::kKeyRows;
+#pragma unroll
+    for (int panel = 0; panel < Config::kValueDim / kPanelColumns; ++panel) {
+      load_box(shared_.v(v_.stage) + panel * Config::kKeyPanelBytes, &args_.v,
+               panel * kPanelColumns, work.head * args_.v_head_step, row, full,
+               policy_evict_last());
+    }
+    v_.step();
+  }
+
+  const PrefillKernelArgs& args_;
+  const SharedMemory<Config> shared_;
+  RingPosition k_, v_;
+  uint32_t q_parity_ = 0;
+};
+
+// ---- consumers -------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16*) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t pack(float low, float high, __half*) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+/// Running softmax of the two rows that a thread shares with the other lanes of its quad. Scores
+/// are in units of log2: s * scale with scale = softmax_scale * log2(e).
+struct RowSoftmax {
+  // Rows keep an older maximum while the new one is at most this much larger (in log2): powers then
+  // reach 2^8, far from overflow in fp16 as well, and O needs no rescaling for most blocks.
+  static constexpr float kSlack = 8.0f;
+
+  float max[2];     // reference maximum, unscaled
+  float sum[2];     // this lane's part
+  float factor[2];  // what the last block's new reference multiplies O by
+
+  __device__ void reset() {
+    for (int r = 0; r < 2; ++r) {
+      max[r] = -INFINITY;
+      sum[r] = 0.0f;
+    }
+  }
+
+  /// What is subtracted from scaled scores. 0 while a row has seen no key: its scores are -inf.
+  __device__ float offset(int r, float scale) const {
+    return max[r] == -INFINITY ? 0.0f : max[r] * scale;
+  }
+
+  /// Replaces scores by their powers, moves the reference and adds up. Returns whether O must be
+  /// multiplied by `factor`. A row's decision depends on its own scores alone.
+  template <int kCount>
+  __device__ __forceinline__ bool apply(float (&s)[kCount], float scale) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float a = fmaxf(s[2 * r], s[2 * r + 1]);
+      float b = fmaxf(s[4 + 2 * r], s[4 + 2 * r + 1]);
+#pragma unroll
+      for (int j = 8; j < kCount; j += 8) {
+        a = fmaxf(a, fmaxf(s[j + 2 * r], s[j + 2 * r + 1]));
+        b = fmaxf(b, fmaxf(s[j + 4 + 2 * r], s[j + 4 + 2 * r + 1]));
+      }
+      a = fmaxf(a, b);
+      a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
+      a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
+      const float growth = (a - max[r]) * scale;  // NaN for -inf - -inf: then nothing moves
+      const bool move = growth > kSlack;
+      factor[r] = move ? fast_exp2(-growth) : 1.0f;
+      max[r] = move ? a : max[r];
+      const float subtract = offset(r, scale);
+      float even = 0.0f, odd = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kCount; j += 4) {
+        s[j + 2 * r] = fast_exp2(fmaf(s[j + 2 * r], scale, -subtract));
+        s[j + 2 * r + 1] = fast_exp2(fmaf(s[j + 2 * r + 1], scale, -subtract));
+        even += s[j + 2 * r];
+        odd += s[j + 2 * r + 1];
+      }
+      sum[r] = fmaf(sum[r], factor[r], even + odd);
+    }
+    return __any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f);
+  }
+};
+
+template <typename Config, typename Element>
+class Consumer {
+ public:
+  __device__ Consumer(const PrefillKernelArgs& args, const SharedMemory<Config>& shared,
+                      int warpgroup)
+      : args_(args),
+        shared_(shared),
+        control_(*shared.control),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        row_(64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane_ / 4),
+        scale_(args.softmax_scale * 1.44269504f),
+        q_descriptor_(matrix_descriptor(shared.q() + warpgroup * 64 * kPanelRowBytes, 16,
+                                        8 * kPanelRowBytes)) {}
+
+  __device__ void run() {
+    RingPosition slot;
+    for (;;) {
+      barrier_wait(shared_address(&control_.tile_full[slot.stage]), slot.parity);
+      const TileWork work = control_.tile[slot.stage];
+      barrier_arrive(shared_address(&control_.tile_empty[slot.stage]));
+      slot.step();
+      if (work.rows == 0) return;
+      attend(work);
+      store(work);
+    }
+  }
+
+ private:
+  static constexpr int kScores = Config::kKeyRows / 2;   // registers a thread
+  static constexpr int kOutputs = Config::kValueDim / 2;
+  using QkProduct = Wgmma<Config::kKeyRows, Element>;
+  using PvProduct = Wgmma<Config::kValueDim, Element>;
+
+  /// One arrival a warp: its lanes are past their last access.
+  __device__ void release(uint64_t* barrier) {
+    if (lane_ == 0) barrier_arrive(shared_address(barrier));
+  }
+
+  __device__ __forceinline__ void attend(const TileWork& work) {
+    softmax_.reset();
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o_[i] = 0.0f;
+    if (work.blocks == 0) return;
+
+    barrier_wait(shared_address(&control_.q_full), q_parity_);
+    q_parity_ ^= 1;
+    int32_t block = work.blocks - 1;
+    start_scores();
+    wgmma_wait<0>();
+    pin_registers(s_);
+    release_keys();
+    mask_scores(work, block);
+    softmax_.apply(s_, scale_);
+    pack_powers();
+    clear_value_tail(work);
+
+    const int32_t full_blocks = full_key_blocks<Config>(work.limit, work.k_len);
+    for (--block; block >= full_blocks; --block) step<true>(work, block);
+    for (; block >= 0; --block) step<false>(work, block);
+
+    release(&control_.q_empty);
+    start_output();
+    wgmma_wait<0>();
+    pin_registers(o_);
+    release_values();
+  }
+
+  /// Scores and softmax of `block`, beside the output of the block before.
+  template <bool kMasked>
+  __device__ __forceinline__ void step(const TileWork& work, int32_t block) {
+    start_scores();
+    start_output();
+    wgmma_wait<1>();
+    pin_registers(s_);
+    release_keys();
+    if constexpr (kMasked) mask_scores(work, block);
+    const bool rescale = softmax_.apply(s_, scale_);
+    wgmma_wait<0>();
+    pin_registers(o_);
+    release_values();
+    if (rescale) {
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) o_[i] *= softmax_.factor[i / 2 % 2];
+    }
+    pack_powers();
+  }
+
+  __device__ __forceinline__ void start_scores() {
+    barrier_wait(shared_address(&control_.k_full[k_.stage]), k_.parity);
+    const uint64_t k = matrix_descriptor(shared_.k(k_.stage), 16, 8 * kPanelRowBytes);
+    pin_registers(s_);
+    wgmma_fence();
+#pragma unroll
+    for (int column = 0; column < Config::kQkDim; column += 16) {
+      const int panel = column / kPanelColumns;
+      const int bytes = column % kPanelColumns * 2;
+      QkProduct::multiply_shared(s_,
+                                 advance(q_descriptor_, panel * Config::kQueryPanelBytes + bytes),
+                                 advance(k, panel * Config::kKeyPanelBytes + bytes), column > 0);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void start_output() {
+    barrier_wait(shared_address(&control_.v_full[v_.stage]), v_.parity);
+    const uint64_t v =
+        matrix_descriptor(shared_.v(v_.stage), Config::kKeyPanelBytes, 8 * kPanelRowBytes);
+    pin_registers(o_);
+    pin_registers(p_);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Config::kKeyRows / 16; ++i) {
+      PvProduct::multiply_registers(o_, p_ + 4 * i, advance(v, i * 16 * kPanelRowBytes));
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void release_keys() {
+    release(&control_.k_empty[k_.stage]);
+    k_.step();
+  }
+  __device__ __forceinline__ void release_values() {
+    release(&control_.v_empty[v_.stage]);
+    v_.step();
+  }
+
+  __device__ __forceinline__ void pack_powers() {
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) {
+      p_[i] = pack(s_[2 * i], s_[2 * i + 1], static_cast<Element*>(nullptr));
+    }
+  }
+
+  __device__ __forceinline__ void mask_scores(const TileWork& work, int32_t block) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t visible = visible_keys(work.limit, row_ + 8 * r, work.k_len) -
+                              block * Config::kKeyRows - 2 * (lane_ % 4);
+#pragma unroll
+      for (int i = 2 * r; i < kScores; i += 4) {
+        if (2 * i - 4 * r >= visible) s_[i] = -INFINITY;
+        if (2 * i - 4 * r + 1 >= visible) s_[i + 1] = -INFINITY;
+      }
+    }
+  }
+
+  /// Zeroes the rows of the last V block that lie past the item's keys: their weight is 0, but they
+  /// belong to others and may hold NaN. Both warpgroups read the block, so both wait.
+  __device__ __forceinline__ void clear_value_tail(const TileWork& work) {
+    const int32_t valid = work.k_len - (work.blocks - 1) * Config::kKeyRows;
+    if (valid >= Config::kKeyRows) return;
+    barrier_wait(shared_address(&control_.v_full[v_.stage]), v_.parity);
+    const uint32_t base = shared_.v(v_.stage);
+    constexpr int kThreads = 128 * Config::kConsumerWarpgroups;
+    constexpr int kChunks = kPanelRowBytes / 16;
+    for (int i = static_cast<int>(threadIdx.x) - 128; i < (Config::kKeyRows - valid) * kChunks;
+         i += kThreads) {
+#pragma unroll
+      for (int panel = 0; panel < Config::kValueDim / kPanelColumns; ++panel) {
+        const uint32_t address = base + panel * Config::kKeyPanelBytes + valid * kPanelRowBytes;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address + 16 * i), "r"(0)
+                     : "memory");
+      }
+    }
+    fence_async_proxy();
+    named_barrier_sync(kConsumerBarrier, kThreads);
+  }
+
+  // ---- epilogue ----
+
+  /// Merges with the prefix, if any, and writes the tile's rows of out and lse.
+  __device__ __forceinline__ void store(const TileWork& work) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = softmax_.sum[r];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int32_t row = row_ + 8 * r;
+      const bool valid = row < work.rows;
+      const bool empty = visible_keys(work.limit, row, work.k_len) == 0;
+      const int64_t out_row = int64_t{work.out_row} + row;
+      float lse = empty ? -INFINITY
+                        : (softmax_.offset(r, scale_) + log2f(sum)) * 0.693147181f;
+      MergeWeights weights{0.0f, 1.0f, lse};
+      if (valid && args_.prefix_out.data != nullptr) {
+        weights = merge_weights(args_.prefix_lse.data[work.head * args_.prefix_lse.head_stride +
+                                                      out_row * args_.prefix_lse.row_stride],
+                                lse);
+      }
+      __syncwarp();  // lse may be the prefix's: all lanes of the quad have read it
+      if (valid && lane_ % 4 == 0 && args_.lse.data != nullptr) {
+        args_.lse.data[work.head * args_.lse.head_stride + out_row * args_.lse.row_stride] =
+            weights.lse;
+      }
+      const float factor = empty ? 0.0f : weights.suffix / sum;
+#pragma unroll
+      for (int group = 0; group < kOutputs / 16; ++group) {
+        float values[8];
+        gather_columns(r, group, values);
+        if (valid) {
+          store_columns(values, factor, weights.prefix, work.head, out_row,
+                        32 * group + 8 * (lane_ % 4));
+        }
+      }
+    }
+  }
+
+  /// Exchanges accumulators within a quad, so that each lane holds 8 consecutive columns: those
+  /// from 32 * group + 8 * (lane % 4) on.
+  __device__ __forceinline__ void gather_columns(int r, int group, float (&values)[8]) {
+    float pairs[4][2];  // pairs[j] = columns 8 * (4 * group + j) + 2 * (lane % 4) + {0, 1}
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      pairs[j][0] = o_[4 * (4 * group + j) + 2 * r];
+      pairs[j][1] = o_[4 * (4 * group + j) + 2 * r + 1];
+    }
+    // A 4 x 4 transposition over (j, lane % 4): bit by bit, swap what lies off the diagonal.
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+      const bool upper = (lane_ & bit) != 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j & bit) continue;
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float received =
+              __shfl_xor_sync(~0u, upper ? pairs[j][c] : pairs[j | bit][c], bit);
+          if (upper) {
+            pairs[j][c] = received;
+          } else {
+            pairs[j | bit][c] = received;
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] = pairs[i / 2][i % 2];
+  }
+
+  __device__ __forceinline__ void store_columns(float (&values)[8], float factor,
+                                                float prefix_weight, int32_t head,
+                                                int64_t out_row, int32_t column) {
+#pragma unroll
+    for (float& value : values) value = factor == 0.0f ? 0.0f : value * factor;
+    if (prefix_weight != 0.0f && args_.prefix_out.data != nullptr) {
+      const float4* prefix = reinterpret_cast<const float4*>(
+          static_cast<const float*>(args_.prefix_out.data) +
+          out_row * args_.prefix_out.row_stride + head * args_.prefix_out.head_stride + column);
+      const float4 low = prefix[0], high = prefix[1];
+      const float prior[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[i] = fmaf(prefix_weight, prior[i], values[i]);
+    }
+    const int64_t offset = out_row * args_.out.row_stride + head * args_.out.head_stride + column;
+    if (args_.out.dtype == DType::kFloat32) {
+      float4* out = reinterpret_cast<float4*>(static_cast<float*>(args_.out.data) + offset);
+      out[0] = make_float4(values[0], values[1], values[2], values[3]);
+      out[1] = make_float4(values[4], values[5], values[6], values[7]);
+    } else {
+      Element* const tag = nullptr;
+      *reinterpret_cast<uint4*>(static_cast<Element*>(args_.out.data) + offset) =
+          make_uint4(pack(values[0], values[1], tag), pack(values[2], values[3], tag),
+                     pack(values[4], values[5], tag), pack(values[6], values[7], tag));
+    }
+  }
+
+  const PrefillKernelArgs& args_;
+  const SharedMemory<Config> shared_;
+  Control& control_;
+  const int lane_;
+  const int row_;  // of the tile; the thread also holds row_ + 8
+  const float scale_;
+  const uint64_t q_descriptor_;
+  RingPosition k_, v_;
+  uint32_t q_parity_ = 0;
+
+  RowSoftmax softmax_;
+  float s_[kScores];
+  uint32_t p_[kScores / 2];
+  float o_[kOutputs];
+};
+
+template <typename Config, typename Element>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    prefill_attention_kernel(const __grid_constant__ PrefillKernelArgs args) {
+  const SharedMemory<Config> shared = shared_memory<Config>();
+  if (threadIdx.x == 0) {
+    constexpr uint32_t kConsumerWarps = 4 * Config::kConsumerWarpgroups;
+    Control& control = *shared.control;
+    barrier_init(shared_address(&control.q_full), 1);
+    barrier_init(shared_address(&control.q_empty), kConsumerWarps);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(shared_address(&control.k_full[i]), 1);
+      barrier_init(shared_address(&control.k_empty[i]), kConsumerWarps);
+      barrier_init(shared_address(&control.v_full[i]), 1);
+      barrier_init(shared_address(&control.v_empty[i]), kConsumerWarps);
+      barrier_init(shared_address(&control.tile_full[i]), 1);
+      barrier_init(shared_address(&control.tile_empty[i]), 32 * kConsumerWarps);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  wait_for_prior_launch();
+
+  // Taken from lane 0, so that the compiler knows it to be uniform over the warp.
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  if (warpgroup == 0) {
+    lower_registers<Config::kProducerRegisters>();
+    if (threadIdx.x < 32) Producer<Config>(args, shared).run();
+  } else {
+    raise_registers<Config::kConsumerRegisters>();
+    Consumer<Config, Element>(args, shared, warpgroup - 1).run();
+  }
+}
+
+/// Launches `blocks` persistent blocks behind prepare_tiles, which lets them start early.
+template <typename Config, typename Element>
+cudaError_t launch_prefill_attention(const PrefillKernelArgs& args, int blocks,
+                                     cudaStream_t stream) {
+  static_assert(sizeof(Control) <= Config::kControlBytes);
+  const auto kernel = prefill_attention_kernel<Config, Element>;
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedMemoryBytes);
+  if (error != cudaSuccess) return error;
+
+  cudaLaunchAttribute early_start{};
+  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early_start.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(Config::kThreads);
+  config.dynamicSmemBytes = Config::kSharedMemoryBytes;
+  config.stream = stream;
+  config.attrs = &early_start;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+}  // namespace mla::sm90
+
+#endif  // KERNELS_CUDA_SM90_PREFILL_ATTENTION_KERNEL_CUH_

@@ -1,0 +1,76 @@
+// From tile numbers to work: what the producer hands to the consumers for each tile.
+#ifndef KERNELS_CUDA_SM90_TILE_SCHEDULE_CUH_
+#define KERNELS_CUDA_SM90_TILE_SCHEDULE_CUH_
+
+#include "kernels/cuda/sm90/kernel_args.h"
+#include "kernels/cuda/sm90/tile_config.h"
+
+namespace mla::sm90 {
+
+/// One tile: up to kQueryRows query rows of one head of one item. 32 bytes of shared memory.
+struct TileWork {
+  int32_t head;
+  int32_t q_row;    // rows of the tile's first query, in q and in out
+  int32_t out_row;
+  int32_t rows;     // valid query rows; 0 says that there are no more tiles
+  int32_t k_begin;
+  int32_t k_len;
+  int32_t limit;    // see visible_keys
+  int32_t blocks;   // key blocks, 0 where no row sees a key
+};
+
+__host__ __device__ constexpr int32_t query_tiles(int32_t q_len) {
+  return (q_len + kQueryRows - 1) / kQueryRows;
+}
+
+/// The last item whose first tile is at most `tile`. All lanes of a warp call it together.
+__device__ __forceinline__ int32_t find_item(const int64_t* first_tile, int32_t num_items,
+                                             int64_t tile, int lane) {
+  int32_t begin = 0;
+  int32_t count = num_items;
+  while (count > 1) {
+    const int32_t step = (count + 31) / 32;
+    const int32_t offset = lane * step;
+    const bool before = offset < count && first_tile[begin + offset] <= tile;
+    const int32_t skip = (__popc(__ballot_sync(~0u, before)) - 1) * step;
+    begin += skip;
+    count = min(step, count - skip);
+  }
+  return begin;
+}
+
+/// Tiles of an item: groups of heads that share L2; in a group the last query rows first (under a
+/// causal limit they see most keys), all heads of the group for one tile row side by side.
+template <typename Config>
+__device__ __forceinline__ TileWork locate_tile(const TileList& tiles, int32_t num_heads,
+                                                int64_t tile, int lane) {
+  const int32_t num_items = *tiles.num_items;
+  if (tile >= tiles.first_tile[num_items]) return TileWork{};
+  const int32_t index = find_item(tiles.first_tile, num_items, tile, lane);
+  const AttentionItem item = tiles.items[index];
+  const uint32_t local = static_cast<uint32_t>(tile - tiles.first_tile[index]);
+
+  const uint32_t tile_rows = query_tiles(item.q_len);
+  const int64_t head_bytes = int64_t{item.k_len} * (Config::kNopeDim + Config::kValueDim) * 2;
+  const uint32_t group_heads = heads_together(num_heads, head_bytes);
+  const uint32_t group = local / (group_heads * tile_rows);
+  const uint32_t in_group = local - group * group_heads * tile_rows;
+  const uint32_t heads = min(group_heads, num_heads - group * group_heads);
+  const uint32_t row = in_group / heads;
+  const int32_t q = static_cast<int32_t>(tile_rows - 1 - row) * kQueryRows;
+
+  TileWork work;
+  work.head = static_cast<int32_t>(group * group_heads + in_group - row * heads);
+  work.q_row = item.q_begin + q;
+  work.out_row = item.out_row + q;
+  work.rows = min(kQueryRows, item.q_len - q);
+  work.k_begin = item.k_begin;
+  work.k_len = item.k_len;
+  work.limit = tile_limit(q, item.causal_offset, item.k_len);
+  work.blocks = key_blocks<Config>(work.limit, work.rows, item.k_len);
+  return work;
+}
+
+}  // namespace mla::sm90
+
+#endif  // KERNELS_CUDA_SM90_TILE_SCHEDULE_CUH_
