@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/convert.h"
+#include "kernels/validate.h"
 
 namespace mla::test {
 namespace {
@@ -59,6 +60,7 @@ void store(const HeadRows& rows, int64_t offset, float value) {
 
 /// merge_attn_states by its contract, apart from one fault.
 void merge_with_fault(const MergeAttnStatesParams& params, Mutant mutant) {
+  validate(params);
   constexpr float kEmpty = -std::numeric_limits<float>::infinity();
   const float unit = mutant == Mutant::kBase2Lse ? std::log(2.0f) : 1.0f;
   const auto offset = [mutant](int64_t wide) {
@@ -110,7 +112,8 @@ class MutantBackend final : public Backend {
       : backend_(std::move(backend)), mutant_(mutant) {}
 
   void mask_empty_context(const MaskEmptyContextParams& params, const OpContext& context) override {
-    if (mutant_ != Mutant::kMaskOff) backend_->mask_empty_context(params, context);
+    if (mutant_ != Mutant::kMaskOff) return backend_->mask_empty_context(params, context);
+    validate(params);
   }
 
   void merge_attn_states(const MergeAttnStatesParams& params, const OpContext& context) override {
@@ -123,6 +126,7 @@ class MutantBackend final : public Backend {
 
   void prefill_attention(const PrefillAttentionParams& params, const OpContext& context) override {
     if (mutant_ != Mutant::kTopLeftCausal) return backend_->prefill_attention(params, context);
+    validate(params);
     std::vector<AttentionItem> items(params.items, params.items + count_of(params.num_items));
     for (AttentionItem& item : items) {
       if (item.causal_offset != kUnmasked) item.causal_offset = 0;
