@@ -27,22 +27,27 @@ auto& lse_at(const BasicLse<Pointer>& view, int64_t row, int64_t head) {
   return view.data[head * view.head_stride + row * view.row_stride];
 }
 
+/// One side's row in float32; zeros where its weight is 0, since it may not even be there.
+void load_side(const ConstHeadRows& side, float weight, int64_t row, int64_t head, int64_t dim,
+               float* values) {
+  if (weight == 0.0f) {
+    std::fill_n(values, dim, 0.0f);
+  } else {
+    to_float(head_row(side, row, head), side.dtype, dim, 1.0f, values);
+  }
+}
+
 void merge_row(const MergeAttnStatesParams& p, int64_t row, int64_t head) {
   const bool has_prefix = p.prefix_tokens < 0 || row < p.prefix_tokens;
   const float prefix_lse = has_prefix ? lse_at(p.prefix_lse, row, head) : -INFINITY;
   const MergeWeights weights = merge_weights(prefix_lse, lse_at(p.suffix_lse, row, head));
 
-  // Sides of weight 0 stay 0: merge_values does not look at them, they may not even be there.
   constexpr int kMaxDim = 1024;
-  float prefix[kMaxDim] = {};
-  float suffix[kMaxDim] = {};
+  float prefix[kMaxDim];
+  float suffix[kMaxDim];
   const int64_t dim = p.head_dim;
-  if (weights.prefix != 0.0f && has_prefix) {
-    to_float(head_row(p.prefix_out, row, head), p.prefix_out.dtype, dim, 1.0f, prefix);
-  }
-  if (weights.suffix != 0.0f) {
-    to_float(head_row(p.suffix_out, row, head), p.suffix_out.dtype, dim, 1.0f, suffix);
-  }
+  load_side(p.prefix_out, weights.prefix, row, head, dim, prefix);
+  load_side(p.suffix_out, weights.suffix, row, head, dim, suffix);
   for (int64_t d = 0; d < dim; ++d) prefix[d] = merge_values(weights, prefix[d], suffix[d]);
 
   std::byte* const output = head_row(p.output, row, head);
