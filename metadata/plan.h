@@ -22,6 +22,7 @@
 #include "metadata/batch.h"
 #include "metadata/context_parallel.h"
 #include "metadata/model.h"
+#include "metadata/schedule.h"
 
 namespace mla {
 
@@ -49,6 +50,10 @@ PathPolicy find_path_policy(std::string_view name);  // "auto", "expand", "absor
 /// instead of a context row. A function of the request alone, so `fixed` stays batch-invariant.
 Path cheaper_path(const ModelDims& dims, int32_t query_len, int32_t context_len);
 
+/// Items of absorbed chunks are cut at multiples of this many query rows of their request, so that
+/// one absorbed pass needs memory for so many rows at most.
+inline constexpr int32_t kAbsorbRows = 256;
+
 struct PlanConfig {
   ModelDims dims;
   int32_t workspace_tokens = 0;  // [W] latent rows resident on this rank, >= page_size
@@ -61,7 +66,8 @@ struct PlanConfig {
 };
 
 /// Capacities for which a plan's block layout, and so a captured CUDA graph, is fixed. All zero:
-/// no class; the block is as small as the plan.
+/// no class; the block is as small as the plan. Within a class every chunk's range is all requests
+/// and only the expand path is planned.
 struct ShapeClass {
   int32_t max_requests = 0;
   int32_t max_query_tokens = 0;
@@ -89,12 +95,14 @@ struct ChunkCounts {
 };
 
 /// Some rows of the contexts of requests [request_begin, request_end): for each at most one span.
-/// Under context parallelism, lengths and starts are those of this rank.
+/// Requests without a span are trimmed at both ends (kUniform trims only those without any
+/// context); inside they have length 0. Under context parallelism, lengths and starts are those of
+/// this rank, ranges are the same on all.
 struct Chunk {
   Path path = Path::kExpand;
-  int32_t request_begin = 0;  // n = request_end - request_begin; requests without a span are
-  int32_t request_end = 0;    // trimmed at both ends, inside they have length 0
-  int32_t token_begin = 0;    // query rows of these requests
+  int32_t request_begin = 0;  // n = request_end - request_begin
+  int32_t request_end = 0;
+  int32_t token_begin = 0;  // query rows of these requests
   int32_t token_end = 0;
   int32_t seq_tot = 0;              // rows in the chunk, <= W
   int32_t max_seq_len = 0;          // longest span
@@ -128,8 +136,13 @@ class StepPlan {
   int32_t max_query_len() const { return max_query_len_; }
 
   /// In merge order: expanded chunks, then absorbed ones; positions of one request ascend.
-  std::span<const Chunk> chunks() const { return chunks_; }
-  std::span<const NewTokenPiece> new_token_pieces() const { return pieces_; }
+  std::span<const Chunk> chunks() const { return {chunks_.data(), num_chunks_}; }
+  std::span<const NewTokenPiece> new_token_pieces() const { return {pieces_.data(), num_pieces_}; }
+
+  /// The same, and after them the shape class's unused slots, whose counts are 0: what a captured
+  /// graph launches. Without a class there are none.
+  std::span<const Chunk> chunk_slots() const { return chunks_; }
+  std::span<const NewTokenPiece> new_token_slots() const { return pieces_; }
 
   BlockArray<int32_t> query_start_loc() const { return query_start_loc_; }      // [R+1]
   BlockArray<int32_t> context_start_loc() const { return context_start_loc_; }  // [R+1], this rank
@@ -162,6 +175,8 @@ class StepPlan {
   int32_t num_query_tokens_ = 0;
   int64_t num_context_tokens_ = 0;
   int32_t max_query_len_ = 0;
+  size_t num_chunks_ = 0;  // the rest are unused slots of the class
+  size_t num_pieces_ = 0;
   std::vector<Chunk> chunks_;
   std::vector<NewTokenPiece> pieces_;
   std::vector<std::byte> block_;
@@ -170,6 +185,11 @@ class StepPlan {
   BlockArray<int32_t> block_table_;
   int32_t block_table_stride_ = 0;
   uint64_t hash_ = 0;
+
+  // Working memory of build_plan, kept so that later steps allocate nothing.
+  std::vector<Path> paths_;            // [R]
+  std::vector<int32_t> context_lens_;  // [R], of the requests of one path
+  ScheduleCuts cuts_;
 };
 
 /// The device-side address of a plan's array, `base` being where the block was copied.
@@ -188,8 +208,8 @@ int32_t effective_split_tokens(const PlanConfig& config);
 /// Checks config and batch, then fills `plan`. `table`, where given, is copied into the block
 /// (its used part; ids are checked by validate_block_table, not here). Linear in requests +
 /// chunks (+ R * chunks for kUniform, whose arrays have that size). Throws kInvalidArgument, also
-/// for a plan outside `shape_class`, naming the capacity; `plan` is then unchanged in meaning:
-/// empty. No allocation once `plan` has grown.
+/// for a plan outside `shape_class`, naming the capacity; `plan` is then empty. No allocation once
+/// `plan` has grown.
 void build_plan(const PlanConfig& config, const Batch& batch, const HostBlockTable* table,
                 StepPlan& plan, const ShapeClass& shape_class = {});
 

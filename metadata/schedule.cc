@@ -1,0 +1,168 @@
+#include "metadata/schedule.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "metadata/plan.h"
+
+namespace mla {
+namespace {
+
+int64_t round_down(int64_t x, int64_t multiple) { return x - x % multiple; }
+
+/// Collects spans into chunks.
+class ChunkWriter {
+ public:
+  explicit ChunkWriter(ScheduleCuts& cuts) : cuts_(cuts), first_(num_spans()) {}
+
+  bool empty() const { return first_ == num_spans(); }
+  int32_t last_request() const { return cuts_.spans.back().request; }
+  void add(const Span& span) { cuts_.spans.push_back(span); }
+
+  /// Closes the chunk over the requests of its spans.
+  void close() {
+    if (!empty()) close(cuts_.spans[first_].request, last_request() + 1);
+  }
+  void close(int32_t request_begin, int32_t request_end) {
+    if (empty()) return;
+    cuts_.chunks.push_back({first_, num_spans(), request_begin, request_end});
+    first_ = num_spans();
+  }
+
+ private:
+  int32_t num_spans() const { return static_cast<int32_t>(cuts_.spans.size()); }
+
+  ScheduleCuts& cuts_;
+  int32_t first_;
+};
+
+/// Whole contexts in order; one is cut only where the chunk is full.
+void cut_packed(const PlanConfig& config, std::span<const int32_t> lengths, ScheduleCuts& cuts) {
+  const int64_t w = config.workspace_tokens;
+  const int64_t cycle = int64_t{config.shard.world} * config.shard.interleave;
+  const int64_t common = std::lcm(int64_t{config.page_size}, cycle);
+  const bool whole_cycles = common <= w;
+  const int64_t alignment = whole_cycles ? common : config.page_size;
+
+  // How many tokens from a cut point on surely fit into `room` rows of every rank.
+  const auto reach = [&](int64_t room) {
+    if (!whole_cycles) return room;
+    return room / config.shard.interleave * cycle + room % config.shard.interleave;
+  };
+
+  ChunkWriter chunk(cuts);
+  int64_t room = w;
+  for (int32_t r = 0; r < static_cast<int32_t>(lengths.size()); ++r) {
+    int32_t begin = 0;
+    while (begin < lengths[r]) {
+      int32_t end = lengths[r];
+      if (span_rows(begin, end, config.shard) > room) {
+        end = static_cast<int32_t>(
+            std::min(round_down(begin + reach(room), alignment), int64_t{lengths[r]}));
+      }
+      if (end > begin) {
+        chunk.add({r, begin, end});
+        room -= span_rows(begin, end, config.shard);
+        begin = end;
+      }
+      if (begin < lengths[r]) {
+        chunk.close();
+        room = w;
+      }
+    }
+  }
+  chunk.close();
+}
+
+/// Cuts every context at multiples of `step`, and takes as many requests together as surely fit.
+/// `keep_range`: a group's later chunks keep all its requests, those that are done with length 0.
+void cut_evenly(const PlanConfig& config, std::span<const int32_t> lengths, int32_t step,
+                bool keep_range, ScheduleCuts& cuts) {
+  const auto num_requests = static_cast<int32_t>(lengths.size());
+  ChunkWriter chunk(cuts);
+  int32_t r = 0;
+  while (true) {
+    while (r < num_requests && lengths[r] == 0) ++r;
+    if (r == num_requests) return;
+
+    const int32_t group_begin = r;
+    int32_t group_end = r;  // past its last request with context
+    int32_t longest = 0;
+    int64_t rows = 0;
+    for (; r < num_requests; ++r) {
+      if (lengths[r] == 0) continue;
+      rows += std::min(lengths[r], step);
+      if (rows > config.workspace_tokens) break;
+      longest = std::max(longest, lengths[r]);
+      group_end = r + 1;
+    }
+    for (int64_t begin = 0; begin < longest; begin += step) {
+      for (int32_t i = group_begin; i < group_end; ++i) {
+        if (lengths[i] <= begin) continue;
+        const auto end = static_cast<int32_t>(std::min<int64_t>(begin + step, lengths[i]));
+        chunk.add({i, static_cast<int32_t>(begin), end});
+      }
+      keep_range ? chunk.close(group_begin, group_end) : chunk.close();
+    }
+  }
+}
+
+}  // namespace
+
+int32_t span_rows(int32_t begin, int32_t end, const ContextShard& shard) {
+  if (shard.world == 1) return end - begin;
+  int32_t most = 0;
+  for (int32_t rank = 0; rank < shard.world; ++rank) {
+    most = std::max(most, local_span_length(begin, end, {shard.world, rank, shard.interleave}));
+  }
+  return most;
+}
+
+void cut_contexts(const PlanConfig& config, std::span<const int32_t> lengths, ScheduleCuts& cuts) {
+  switch (config.schedule) {
+    case Schedule::kPacked:
+      cut_packed(config, lengths, cuts);
+      return;
+    case Schedule::kUniform: {
+      const auto with_context =
+          std::count_if(lengths.begin(), lengths.end(), [](int32_t length) { return length > 0; });
+      if (with_context == 0) return;
+      const auto even = static_cast<int32_t>(
+          round_down(config.workspace_tokens / with_context, config.page_size));
+      cut_evenly(config, lengths, std::max(even, config.page_size), /*keep_range=*/true, cuts);
+      return;
+    }
+    case Schedule::kFixed:
+      cut_evenly(config, lengths, effective_split_tokens(config), /*keep_range=*/false, cuts);
+      return;
+  }
+}
+
+void cut_new_tokens(const PlanConfig& config, std::span<const int32_t> query_start_loc,
+                    ScheduleCuts& cuts) {
+  const bool fixed = config.schedule == Schedule::kFixed;
+  const int32_t w = config.workspace_tokens;
+  const int32_t split = fixed ? effective_split_tokens(config) : w;
+
+  ChunkWriter piece(cuts);
+  int32_t room = w;
+  for (int32_t r = 0; r + 1 < static_cast<int32_t>(query_start_loc.size()); ++r) {
+    const int32_t length = query_start_loc[r + 1] - query_start_loc[r];
+    int32_t begin = 0;
+    while (begin < length) {
+      const int32_t whole = std::min(split, length - begin);
+      const bool continues = !piece.empty() && piece.last_request() == r;
+      if (room == 0 || continues || (fixed && whole > room)) {
+        piece.close();
+        room = w;
+      }
+      const int32_t rows = std::min(whole, room);
+      piece.add({r, begin, begin + rows});
+      room -= rows;
+      begin += rows;
+    }
+  }
+  piece.close();
+}
+
+}  // namespace mla
