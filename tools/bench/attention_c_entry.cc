@@ -28,8 +28,10 @@ struct MlaBenchAttention {
   void* stream;
 };
 
-int64_t mla_bench_attention_scratch_bytes(int64_t max_items) {
-  return static_cast<int64_t>(mla::sm90::prefill_attention_scratch_bytes(max_items));
+int64_t mla_bench_attention_scratch_bytes(int32_t num_heads, int32_t v_dim, int64_t max_items,
+                                          int64_t max_rows) {
+  return static_cast<int64_t>(
+      mla::sm90::prefill_attention_scratch_bytes(num_heads, v_dim, max_items, max_rows));
 }
 
 /// 0, or 1 after a line on stderr.

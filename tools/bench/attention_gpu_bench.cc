@@ -72,6 +72,20 @@ std::vector<AttentionItem> random_items(std::mt19937_64& random) {
   return items;
 }
 
+/// Few queries and many keys: what the kernel cuts into ranges of keys.
+std::vector<AttentionItem> long_items(std::mt19937_64& random) {
+  std::vector<AttentionItem> items;
+  const int count = 1 + static_cast<int>(random() % 3);
+  for (int i = 0; i < count; ++i) {
+    const int32_t q_len = 1 + static_cast<int32_t>(random() % 140);
+    const int32_t k_len = 8000 + static_cast<int32_t>(random() % 20000);
+    const int32_t offsets[] = {kUnmasked, k_len - q_len, 9000, 8192 - q_len, -q_len};
+    items.push_back(item_after(items, q_len, k_len, offsets[random() % 5], 2));
+    items.push_back(item_after(items, 70, 50, kUnmasked, 2));
+  }
+  return items;
+}
+
 bool check_random(int cases, uint64_t seed, int max_blocks) {
   std::mt19937_64 random(seed);
   int failures = 0;
@@ -81,7 +95,7 @@ bool check_random(int cases, uint64_t seed, int max_blocks) {
     const int32_t heads[] = {1, 2, 5, 12};
     options.dims = with_heads(random() % 3 ? kDeepSeek : kGlm, heads[random() % 4]);
     options.dtype = random() % 3 ? DType::kBFloat16 : DType::kFloat16;
-    options.items = random_items(random);
+    options.items = i % 10 == 9 ? long_items(random) : random_items(random);
     options.prefix = random() % 2;
     options.in_place = options.prefix && random() % 2;
     options.float32_out = options.in_place || random() % 2;

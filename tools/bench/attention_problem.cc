@@ -98,7 +98,10 @@ AttentionProblem::AttentionProblem(const ProblemOptions& options) : options_(opt
   lse_ = DeviceArray(out_rows_ * heads * sizeof(float));
 
   const int64_t capacity = num_items + (options.device_count ? 13 : 0);
-  scratch_ = DeviceArray(sm90::prefill_attention_scratch_bytes(capacity));
+  int64_t key_rows = 0;
+  for (const AttentionItem& item : options.items) key_rows += item.k_len;
+  scratch_ = DeviceArray(
+      sm90::prefill_attention_scratch_bytes(d.num_heads, d.v_head_dim, capacity, key_rows));
 
   PrefillAttentionParams& p = params_;
   p.num_heads = d.num_heads;

@@ -61,7 +61,8 @@ class Attention(ctypes.Structure):
 def load(path):
     library = ctypes.CDLL(path)
     library.mla_bench_attention_scratch_bytes.restype = ctypes.c_int64
-    library.mla_bench_attention_scratch_bytes.argtypes = [ctypes.c_int64]
+    library.mla_bench_attention_scratch_bytes.argtypes = (
+        [ctypes.c_int32] * 2 + [ctypes.c_int64] * 2)
     library.mla_bench_attention.argtypes = [ctypes.POINTER(Attention)]
     return library
 
@@ -81,7 +82,7 @@ class Case:
         offset = keys - queries if causal else UNMASKED
         self.items = torch.tensor([0, queries, 0, keys, offset, 0], device=device,
                                   dtype=torch.int32)
-        scratch_bytes = library.mla_bench_attention_scratch_bytes(1)
+        scratch_bytes = library.mla_bench_attention_scratch_bytes(heads, v, 1, keys)
         self.scratch = torch.empty(scratch_bytes, device=device, dtype=torch.uint8)
 
         size = self.expanded.element_size()

@@ -13,13 +13,27 @@
 
 namespace mla::sm90 {
 
-/// The tiles of one launch, in scratch memory: made by prepare_tiles, handed out by next_tile.
-/// Items stand in the order they are worked on, those with most keys first.
+/// An item as the tiles see it. With more than one split, tile t of the item (head * query tiles +
+/// query tile) leaves the state of split s in partial tile first_partial + t * splits + s.
+struct ScheduledItem {
+  AttentionItem item;
+  int32_t splits = 1;
+  int32_t first_partial = 0;
+};
+
+/// The work of one launch, in scratch memory: made by prepare_tiles, handed out by next_tile. Items
+/// stand in the order they are worked on, those with the longest tiles first.
 struct TileList {
-  uint64_t* next_tile = nullptr;    // [1]
-  int32_t* num_items = nullptr;     // [1]
-  int64_t* first_tile = nullptr;    // [num_items + 1] tiles before the item; the last is the total
-  AttentionItem* items = nullptr;   // [num_items]
+  uint64_t* next_tile = nullptr;   // [1]
+  int32_t* num_items = nullptr;    // [1]
+  int64_t* first_tile = nullptr;   // [num_items + 1] tiles before the item; the last is the total
+  ScheduledItem* items = nullptr;  // [num_items]
+
+  int32_t max_partials = 0;
+  float* partial_lse = nullptr;   // [max_partials, kQueryRows]
+  float* partial_out = nullptr;   // [max_partials, kQueryRows, V]
+  uint32_t* arrivals = nullptr;   // [max_partials, consumer warps] splits that are done; those of a
+                                  // tile's first split count
 };
 
 struct PrepareTilesArgs {

@@ -40,21 +40,48 @@ const Variant* find_variant(int32_t nope_dim, int32_t rope_dim, int32_t v_dim, D
   return found == std::end(kVariants) ? nullptr : found;
 }
 
-// Scratch: the counters, then the lists of TileList, each on its own 256 bytes.
 constexpr size_t kScratchAlignment = 256;
 constexpr size_t align_up(size_t bytes) {
   return (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
 }
-constexpr size_t kCounterBytes = kScratchAlignment;
-constexpr size_t first_tile_bytes(size_t items) { return align_up((items + 1) * sizeof(int64_t)); }
 
-TileList tile_list(std::span<std::byte> scratch, size_t items) {
-  std::byte* const base = scratch.data();
+/// Scratch, region by region; each starts at 256 bytes.
+struct ScratchLayout {
+  ScratchLayout(int64_t items, int64_t partials, int32_t v_dim) {
+    const size_t n = static_cast<size_t>(items);
+    const size_t p = static_cast<size_t>(partials);
+    first_tile = kScratchAlignment;  // after the two counters
+    scheduled_items = first_tile + align_up((n + 1) * sizeof(int64_t));
+    arrivals = scheduled_items + align_up(n * sizeof(ScheduledItem));
+    partial_lse = arrivals + align_up(p * kConsumerWarps * sizeof(uint32_t));
+    partial_out = partial_lse + align_up(p * kQueryRows * sizeof(float));
+    bytes = partial_out + p * kQueryRows * static_cast<size_t>(v_dim) * sizeof(float);
+  }
+
+  size_t first_tile, scheduled_items, arrivals, partial_lse, partial_out, bytes;
+};
+
+/// The most partial tiles that fit.
+int32_t partials_in(size_t scratch_bytes, int64_t items, int32_t v_dim) {
+  const size_t partial_bytes = ScratchLayout(0, 1 << 10, v_dim).bytes >> 10;
+  int64_t partials = static_cast<int64_t>(scratch_bytes / partial_bytes);
+  while (partials > 0 && ScratchLayout(items, partials, v_dim).bytes > scratch_bytes) --partials;
+  return static_cast<int32_t>(
+      std::min<int64_t>(partials, std::numeric_limits<int32_t>::max() / kQueryRows));
+}
+
+TileList tile_list(std::span<std::byte> scratch, int64_t items, int32_t v_dim) {
   TileList list;
+  list.max_partials = partials_in(scratch.size(), items, v_dim);
+  const ScratchLayout layout(items, list.max_partials, v_dim);
+  std::byte* const base = scratch.data();
   list.next_tile = reinterpret_cast<uint64_t*>(base);
   list.num_items = reinterpret_cast<int32_t*>(base + sizeof(uint64_t));
-  list.first_tile = reinterpret_cast<int64_t*>(base + kCounterBytes);
-  list.items = reinterpret_cast<AttentionItem*>(base + kCounterBytes + first_tile_bytes(items));
+  list.first_tile = reinterpret_cast<int64_t*>(base + layout.first_tile);
+  list.items = reinterpret_cast<ScheduledItem*>(base + layout.scheduled_items);
+  list.arrivals = reinterpret_cast<uint32_t*>(base + layout.arrivals);
+  list.partial_lse = reinterpret_cast<float*>(base + layout.partial_lse);
+  list.partial_out = reinterpret_cast<float*>(base + layout.partial_out);
   return list;
 }
 
@@ -98,7 +125,7 @@ void check_params(const PrefillAttentionParams& p, std::span<std::byte> scratch)
     throw_error(ErrorCode::kInvalidArgument, "{} query rows, {} key rows, {} items: at most {}",
                 p.q_rows, p.k_rows, p.num_items.capacity, kMaxRows);
   }
-  const size_t needed = prefill_attention_scratch_bytes(p.num_items.capacity);
+  const size_t needed = ScratchLayout(p.num_items.capacity, 0, p.v_head_dim).bytes;
   if (scratch.size() < needed) {
     throw_error(ErrorCode::kInvalidArgument, "{} bytes of scratch, {} items need {}",
                 scratch.size(), p.num_items.capacity, needed);
@@ -111,9 +138,9 @@ bool supports_prefill_attention(int32_t nope_dim, int32_t rope_dim, int32_t v_di
   return find_variant(nope_dim, rope_dim, v_dim, dtype) != nullptr;
 }
 
-size_t prefill_attention_scratch_bytes(int64_t max_items) {
-  const size_t items = static_cast<size_t>(max_items);
-  return kCounterBytes + first_tile_bytes(items) + align_up(items * sizeof(AttentionItem));
+size_t prefill_attention_scratch_bytes(int32_t num_heads, int32_t v_dim, int64_t max_items,
+                                       int64_t max_rows) {
+  return ScratchLayout(max_items, max_partial_tiles(num_heads, max_rows), v_dim).bytes;
 }
 
 void prefill_attention(const PrefillAttentionParams& p, std::span<std::byte> scratch,
@@ -141,15 +168,16 @@ void prefill_attention(const PrefillAttentionParams& p, std::span<std::byte> scr
   args.v_head_step = head_step(p.v, p.num_heads);
   args.num_heads = p.num_heads;
   args.softmax_scale = p.softmax_scale;
-  args.tiles = tile_list(scratch, static_cast<size_t>(p.num_items.capacity));
+  args.tiles = tile_list(scratch, p.num_items.capacity, p.v_head_dim);
   args.prefix_out = p.prefix_out;
   args.prefix_lse = p.prefix_lse;
   args.out = p.out;
   args.lse = p.lse;
 
-  const int64_t most_tiles =
-      p.num_items.capacity * ((p.max_q_len + kQueryRows - 1) / kQueryRows) * p.num_heads;
-  const int blocks = static_cast<int>(std::min<int64_t>(max_blocks, most_tiles));
+  const int64_t item_tiles = int64_t{(p.max_q_len + kQueryRows - 1) / kQueryRows} * p.num_heads;
+  const int64_t splits = item_tiles <= kMaxSplitTiles ? kMaxSplits : 1;
+  const int blocks = static_cast<int>(
+      std::min<int64_t>(max_blocks, p.num_items.capacity * item_tiles * splits));
   PrepareTilesArgs prepare;
   prepare.items = p.items;
   prepare.num_items = p.num_items;

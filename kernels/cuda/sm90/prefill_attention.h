@@ -15,8 +15,12 @@ namespace mla::sm90 {
 /// Whether the kernel serves dimensions and dtype of q, k and v.
 bool supports_prefill_attention(int32_t nope_dim, int32_t rope_dim, int32_t v_dim, DType dtype);
 
-/// Bytes of scratch for launches of up to `max_items` items.
-size_t prefill_attention_scratch_bytes(int64_t max_items);
+/// Bytes of scratch for launches of up to `max_items` items whose key lengths add up to at most
+/// `max_rows`. Items of few tiles and many keys are cut into ranges of keys, whose partial results
+/// lie there; with less scratch (max_rows = 0 gives the least) those that do not fit stay whole, and
+/// then the bits of a row depend on the items before its own.
+size_t prefill_attention_scratch_bytes(int32_t num_heads, int32_t v_dim, int64_t max_items,
+                                       int64_t max_rows);
 
 /// Two launches on `stream`; no wait, no allocation, no copy. Occupies at most `max_blocks`
 /// multiprocessors, each wholly. Throws kUnsupported or kInvalidArgument before it launches

@@ -63,10 +63,9 @@ struct SharedMemory {
 
 template <typename Config>
 __device__ __forceinline__ SharedMemory<Config> shared_memory() {
-  extern __shared__ uint8_t dynamic_shared[];
-  const uint32_t raw = shared_address(dynamic_shared);
-  const uint32_t base = (raw + Config::kAlignment - 1) & ~uint32_t{Config::kAlignment - 1};
-  return {base, reinterpret_cast<Control*>(dynamic_shared + (base - raw) + Config::kControlOffset)};
+  extern __shared__ __align__(Config::kAlignment) uint8_t dynamic_shared[];
+  return {shared_address(dynamic_shared),
+          reinterpret_cast<Control*>(dynamic_shared + Config::kControlOffset)};
 }
 
 // ---- producer --------------------------------------------------------------------------------
@@ -91,7 +90,7 @@ class Producer {
         barrier_wait(shared_address(&control.tile_empty[slot.stage]), slot.parity ^ 1);
         control.tile[slot.stage] = work;
         barrier_arrive(shared_address(&control.tile_full[slot.stage]));
-        if (work.blocks > 0) load_tile(work);
+        if (work.block_begin < work.block_end) load_tile(work);
       }
       if (work.rows == 0) return;
       slot.step();
@@ -103,9 +102,9 @@ class Producer {
   /// K runs one block ahead of V, as the consumers use them.
   __device__ __forceinline__ void load_tile(const TileWork& work) {
 #pragma unroll 1
-    for (int32_t block = work.blocks; block >= 0; --block) {
-      if (block > 0) load_keys(work, block - 1);
-      if (block == work.blocks) {
+    for (int32_t block = work.block_end; block >= work.block_begin; --block) {
+      if (block > work.block_begin) load_keys(work, block - 1);
+      if (block == work.block_end) {
         load_queries(work);
       } else {
         load_values(work, block);
@@ -200,7 +199,7 @@ struct RowSoftmax {
   }
 
   /// Replaces scores by their powers, moves the reference and adds up. Returns whether O must be
-  /// multiplied by `factor`. A row's decision depends on its own scores alone.
+  /// multiplied by `factor` (or a sum is NaN). A row's bits depend on its own scores alone.
   template <int kCount>
   __device__ __forceinline__ bool apply(float (&s)[kCount], float scale) {
 #pragma unroll
@@ -230,7 +229,7 @@ struct RowSoftmax {
       }
       sum[r] = fmaf(sum[r], factor[r], even + odd);
     }
-    return __any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f);
+    return __any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f || !(sum[0] + sum[1] >= 0.0f));
   }
 };
 
@@ -245,19 +244,24 @@ class Consumer {
         lane_(static_cast<int>(threadIdx.x) % 32),
         row_(64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane_ / 4),
         scale_(args.softmax_scale * 1.44269504f),
-        q_descriptor_(matrix_descriptor(shared.q() + warpgroup * 64 * kPanelRowBytes, 16,
-                                        8 * kPanelRowBytes)) {}
+        q_address_(shared.q() + warpgroup * 64 * kPanelRowBytes) {}
 
   __device__ void run() {
     RingPosition slot;
     for (;;) {
       barrier_wait(shared_address(&control_.tile_full[slot.stage]), slot.parity);
-      const TileWork work = control_.tile[slot.stage];
+      // Read where needed, since registers are dear.
+      const TileWork& work = control_.tile[slot.stage];
+      const int32_t rows = work.rows;
+      if (rows > static_cast<int32_t>(uniform(row_ & ~63))) {
+        attend(work);
+        store(work);
+      } else if (rows > 0) {
+        skip(work);
+      }
       barrier_arrive(shared_address(&control_.tile_empty[slot.stage]));
       slot.step();
-      if (work.rows == 0) return;
-      attend(work);
-      store(work);
+      if (rows == 0) return;
     }
   }
 
@@ -276,11 +280,11 @@ class Consumer {
     softmax_.reset();
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) o_[i] = 0.0f;
-    if (work.blocks == 0) return;
+    if (work.block_begin == work.block_end) return;
 
     barrier_wait(shared_address(&control_.q_full), q_parity_);
     q_parity_ ^= 1;
-    int32_t block = work.blocks - 1;
+    int32_t block = work.block_end - 1;
     start_scores();
     wgmma_wait<0>();
     pin_registers(s_);
@@ -290,15 +294,31 @@ class Consumer {
     pack_powers();
     clear_value_tail(work);
 
-    const int32_t full_blocks = full_key_blocks<Config>(work.limit, work.k_len);
-    for (--block; block >= full_blocks; --block) step<true>(work, block);
-    for (; block >= 0; --block) step<false>(work, block);
+    const int32_t begin = work.block_begin;
+    const int32_t masked_end = max(full_key_blocks<Config>(work.limit, work.k_len), begin);
+    for (--block; block >= masked_end; --block) step<true>(work, block);
+    for (; block >= begin; --block) step<false>(work, block);
 
     release(&control_.q_empty);
     start_output();
     wgmma_wait<0>();
     pin_registers(o_);
     release_values();
+  }
+
+  /// What attend does to the barriers, for a warpgroup without valid rows.
+  __device__ __forceinline__ void skip(const TileWork& work) {
+    if (work.block_begin == work.block_end) return;
+    barrier_wait(shared_address(&control_.q_full), q_parity_);
+    q_parity_ ^= 1;
+    release(&control_.q_empty);
+    for (int32_t block = work.block_end; block > work.block_begin; --block) {
+      wait_for_keys();
+      release_keys();
+      if (block == work.block_end) clear_value_tail(work);
+      wait_for_values();
+      release_values();
+    }
   }
 
   /// Scores and softmax of `block`, beside the output of the block before.
@@ -310,37 +330,48 @@ class Consumer {
     pin_registers(s_);
     release_keys();
     if constexpr (kMasked) mask_scores(work, block);
-    const bool rescale = softmax_.apply(s_, scale_);
-    wgmma_wait<0>();
-    pin_registers(o_);
-    release_values();
-    if (rescale) {
+    // The branch needs every power, so that the compiler leaves them before the wait, beside the
+    // product, instead of behind it.
+    if (softmax_.apply(s_, scale_)) {
+      wgmma_wait<0>();
+      pin_registers(o_);
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) o_[i] *= softmax_.factor[i / 2 % 2];
     }
+    wgmma_wait<0>();
+    pin_registers(o_);
+    release_values();
     pack_powers();
   }
 
-  __device__ __forceinline__ void start_scores() {
+  __device__ __forceinline__ void wait_for_keys() {
     barrier_wait(shared_address(&control_.k_full[k_.stage]), k_.parity);
-    const uint64_t k = matrix_descriptor(shared_.k(k_.stage), 16, 8 * kPanelRowBytes);
+  }
+
+  __device__ __forceinline__ void start_scores() {
+    wait_for_keys();
+    const uint64_t q = matrix_descriptor(uniform(q_address_), 16, 8 * kPanelRowBytes);
+    const uint64_t k = matrix_descriptor(shared_.k(uniform(k_.stage)), 16, 8 * kPanelRowBytes);
     pin_registers(s_);
     wgmma_fence();
 #pragma unroll
     for (int column = 0; column < Config::kQkDim; column += 16) {
       const int panel = column / kPanelColumns;
       const int bytes = column % kPanelColumns * 2;
-      QkProduct::multiply_shared(s_,
-                                 advance(q_descriptor_, panel * Config::kQueryPanelBytes + bytes),
+      QkProduct::multiply_shared(s_, advance(q, panel * Config::kQueryPanelBytes + bytes),
                                  advance(k, panel * Config::kKeyPanelBytes + bytes), column > 0);
     }
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void start_output() {
+  __device__ __forceinline__ void wait_for_values() {
     barrier_wait(shared_address(&control_.v_full[v_.stage]), v_.parity);
-    const uint64_t v =
-        matrix_descriptor(shared_.v(v_.stage), Config::kKeyPanelBytes, 8 * kPanelRowBytes);
+  }
+
+  __device__ __forceinline__ void start_output() {
+    wait_for_values();
+    const uint64_t v = matrix_descriptor(shared_.v(uniform(v_.stage)), Config::kKeyPanelBytes,
+                                         8 * kPanelRowBytes);
     pin_registers(o_);
     pin_registers(p_);
     wgmma_fence();
@@ -383,9 +414,9 @@ class Consumer {
   /// Zeroes the rows of the last V block that lie past the item's keys: their weight is 0, but they
   /// belong to others and may hold NaN. Both warpgroups read the block, so both wait.
   __device__ __forceinline__ void clear_value_tail(const TileWork& work) {
-    const int32_t valid = work.k_len - (work.blocks - 1) * Config::kKeyRows;
+    const int32_t valid = work.k_len - (work.block_end - 1) * Config::kKeyRows;
     if (valid >= Config::kKeyRows) return;
-    barrier_wait(shared_address(&control_.v_full[v_.stage]), v_.parity);
+    wait_for_values();
     const uint32_t base = shared_.v(v_.stage);
     constexpr int kThreads = 128 * Config::kConsumerWarpgroups;
     constexpr int kChunks = kPanelRowBytes / 16;
@@ -403,100 +434,185 @@ class Consumer {
   }
 
   // ---- epilogue ----
+  //
+  // Warps work apart here; those without valid rows have nothing to do.
 
-  /// Merges with the prefix, if any, and writes the tile's rows of out and lse.
+  static constexpr int kGroups = kOutputs / 16;  // of 32 columns
+  static constexpr float kLn2 = 0.693147181f;
+
   __device__ __forceinline__ void store(const TileWork& work) {
+    if (static_cast<int32_t>(uniform(row_ & ~15)) >= work.rows) return;
+    transpose_quads();
+    float lse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float sum = softmax_.sum[r];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const int32_t row = row_ + 8 * r;
-      const bool valid = row < work.rows;
-      const bool empty = visible_keys(work.limit, row, work.k_len) == 0;
-      const int64_t out_row = int64_t{work.out_row} + row;
-      float lse = empty ? -INFINITY
-                        : (softmax_.offset(r, scale_) + log2f(sum)) * 0.693147181f;
-      MergeWeights weights{0.0f, 1.0f, lse};
-      if (valid && args_.prefix_out.data != nullptr) {
-        weights = merge_weights(args_.prefix_lse.data[work.head * args_.prefix_lse.head_stride +
-                                                      out_row * args_.prefix_lse.row_stride],
-                                lse);
-      }
-      __syncwarp();  // lse may be the prefix's: all lanes of the quad have read it
-      if (valid && lane_ % 4 == 0 && args_.lse.data != nullptr) {
-        args_.lse.data[work.head * args_.lse.head_stride + out_row * args_.lse.row_stride] =
-            weights.lse;
-      }
-      const float factor = empty ? 0.0f : weights.suffix / sum;
-#pragma unroll
-      for (int group = 0; group < kOutputs / 16; ++group) {
-        float values[8];
-        gather_columns(r, group, values);
-        if (valid) {
-          store_columns(values, factor, weights.prefix, work.head, out_row,
-                        32 * group + 8 * (lane_ % 4));
-        }
-      }
+      const bool empty = visible_keys(work.limit, row_ + 8 * r, work.k_len) <=
+                         work.block_begin * Config::kKeyRows;
+      lse[r] = empty ? -INFINITY : (softmax_.offset(r, scale_) + log2f(sum)) * kLn2;
+      scale_row(r, empty ? 0.0f : 1.0f / sum);
     }
+    if (work.splits > 1) {
+      store_partial(work, lse);
+      if (!last_to_arrive(work)) return;
+      merge_partials(work, lse);
+    }
+    store_rows(work, lse);
   }
 
-  /// Exchanges accumulators within a quad, so that each lane holds 8 consecutive columns: those
-  /// from 32 * group + 8 * (lane % 4) on.
-  __device__ __forceinline__ void gather_columns(int r, int group, float (&values)[8]) {
-    float pairs[4][2];  // pairs[j] = columns 8 * (4 * group + j) + 2 * (lane % 4) + {0, 1}
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      pairs[j][0] = o_[4 * (4 * group + j) + 2 * r];
-      pairs[j][1] = o_[4 * (4 * group + j) + 2 * r + 1];
-    }
-    // A 4 x 4 transposition over (j, lane % 4): bit by bit, swap what lies off the diagonal.
+  /// Exchanges o_ within quads, so that each lane holds 8 consecutive columns of every 32: those from
+  /// 8 * (lane % 4) on. Before, pair j of a group holds columns 8j + 2 * (lane % 4) + {0, 1}: a
+  /// 4 x 4 transposition over (j, lane % 4), which swaps, bit by bit, what is off the diagonal.
+  __device__ __forceinline__ void transpose_quads() {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {
       const bool upper = (lane_ & bit) != 0;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (j & bit) continue;
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float received =
-              __shfl_xor_sync(~0u, upper ? pairs[j][c] : pairs[j | bit][c], bit);
-          if (upper) {
-            pairs[j][c] = received;
-          } else {
-            pairs[j | bit][c] = received;
-          }
-        }
+      for (int i = 0; i < kOutputs; ++i) {
+        if (i / 4 & bit) continue;
+        float& low = o_[i];
+        float& high = o_[i + 4 * bit];
+        const float received = __shfl_xor_sync(~0u, upper ? low : high, bit);
+        (upper ? low : high) = received;
       }
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) values[i] = pairs[i / 2][i % 2];
+  }
+  /// Column 32 * group + 8 * (lane % 4) + i of row row_ + 8r, after transpose_quads.
+  __device__ __forceinline__ float& result(int r, int group, int i) {
+    return o_[16 * group + i / 2 * 4 + 2 * r + i % 2];
+  }
+  __device__ __forceinline__ int32_t column(int group) const {
+    return 32 * group + 8 * (lane_ % 4);
   }
 
-  __device__ __forceinline__ void store_columns(float (&values)[8], float factor,
-                                                float prefix_weight, int32_t head,
-                                                int64_t out_row, int32_t column) {
+  /// A factor of 0 selects 0: the values may be NaN.
+  __device__ __forceinline__ void scale_row(int r, float factor) {
 #pragma unroll
-    for (float& value : values) value = factor == 0.0f ? 0.0f : value * factor;
-    if (prefix_weight != 0.0f && args_.prefix_out.data != nullptr) {
-      const float4* prefix = reinterpret_cast<const float4*>(
-          static_cast<const float*>(args_.prefix_out.data) +
-          out_row * args_.prefix_out.row_stride + head * args_.prefix_out.head_stride + column);
-      const float4 low = prefix[0], high = prefix[1];
-      const float prior[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] = fmaf(prefix_weight, prior[i], values[i]);
+      for (int i = 0; i < 8; ++i) {
+        float& value = result(r, group, i);
+        value = factor == 0.0f ? 0.0f : value * factor;
+      }
     }
-    const int64_t offset = out_row * args_.out.row_stride + head * args_.out.head_stride + column;
-    if (args_.out.dtype == DType::kFloat32) {
-      float4* out = reinterpret_cast<float4*>(static_cast<float*>(args_.out.data) + offset);
-      out[0] = make_float4(values[0], values[1], values[2], values[3]);
-      out[1] = make_float4(values[4], values[5], values[6], values[7]);
-    } else {
-      Element* const tag = nullptr;
-      *reinterpret_cast<uint4*>(static_cast<Element*>(args_.out.data) + offset) =
-          make_uint4(pack(values[0], values[1], tag), pack(values[2], values[3], tag),
-                     pack(values[4], values[5], tag), pack(values[6], values[7], tag));
+  }
+  /// Adds weight * source, V contiguous floats, to a row. They may be another block's: no L1.
+  __device__ __forceinline__ void add_row(int r, float weight, const float* source) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const float4* chunk = reinterpret_cast<const float4*>(source + column(group));
+      const float4 low = __ldcg(chunk), high = __ldcg(chunk + 1);
+      const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        result(r, group, i) = fmaf(weight, values[i], result(r, group, i));
+      }
+    }
+  }
+  __device__ __forceinline__ void write_row(int r, float* destination) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      float4* chunk = reinterpret_cast<float4*>(destination + column(group));
+      chunk[0] = make_float4(result(r, group, 0), result(r, group, 1), result(r, group, 2),
+                             result(r, group, 3));
+      chunk[1] = make_float4(result(r, group, 4), result(r, group, 5), result(r, group, 6),
+                             result(r, group, 7));
+    }
+  }
+  __device__ __forceinline__ void write_row(int r, Element* destination) {
+    Element* const tag = nullptr;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      *reinterpret_cast<uint4*>(destination + column(group)) =
+          make_uint4(pack(result(r, group, 0), result(r, group, 1), tag),
+                     pack(result(r, group, 2), result(r, group, 3), tag),
+                     pack(result(r, group, 4), result(r, group, 5), tag),
+                     pack(result(r, group, 6), result(r, group, 7), tag));
+    }
+  }
+
+  __device__ __forceinline__ int64_t partial_row(const TileWork& work, int32_t split, int r) const {
+    return int64_t{work.partial + split} * kQueryRows + row_ + 8 * r;
+  }
+
+  __device__ __forceinline__ void store_partial(const TileWork& work, const float (&lse)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t row = partial_row(work, work.split, r);
+      write_row(r, args_.tiles.partial_out + row * Config::kValueDim);
+      if (lane_ % 4 == 0) args_.tiles.partial_lse[row] = lse[r];
+    }
+  }
+
+  /// Counts this warp's split of the tile as done. The last one sees what all have written.
+  __device__ __forceinline__ bool last_to_arrive(const TileWork& work) {
+    __threadfence();
+    __syncwarp();
+    uint32_t before = 0;
+    if (lane_ == 0) {
+      before = atomicAdd(&args_.tiles.arrivals[work.partial * kConsumerWarps + row_ / 16], 1u);
+    }
+    before = uniform(before);
+    __threadfence();
+    return before == static_cast<uint32_t>(work.splits) - 1;
+  }
+
+  /// Puts the splits' partials together, in their order whoever arrives last.
+  __device__ __forceinline__ void merge_partials(const TileWork& work, float (&lse)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most = -INFINITY;
+      for (int32_t split = 0; split < work.splits; ++split) {
+        most = fmaxf(most, __ldcg(&args_.tiles.partial_lse[partial_row(work, split, r)]));
+      }
+      const float offset = most == -INFINITY ? 0.0f : most;
+      float sum = 0.0f;
+      scale_row(r, 0.0f);
+      for (int32_t split = 0; split < work.splits; ++split) {
+        const int64_t row = partial_row(work, split, r);
+        const float weight = expf(__ldcg(&args_.tiles.partial_lse[row]) - offset);
+        sum += weight;
+        if (weight != 0.0f) add_row(r, weight, args_.tiles.partial_out + row * Config::kValueDim);
+      }
+      lse[r] = sum == 0.0f ? -INFINITY : offset + logf(sum);
+      scale_row(r, sum == 0.0f ? 0.0f : 1.0f / sum);
+    }
+  }
+
+  /// Merges with the prefix, if any, and writes rows of out and lse.
+  __device__ __forceinline__ void store_rows(const TileWork& work, const float (&lse)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool valid = row_ + 8 * r < work.rows;
+      const int64_t row = int64_t{work.out_row} + row_ + 8 * r;
+      MergeWeights weights{0.0f, 1.0f, lse[r]};
+      if (valid && args_.prefix_out.data != nullptr) {
+        weights = merge_weights(args_.prefix_lse.data[work.head * args_.prefix_lse.head_stride +
+                                                      row * args_.prefix_lse.row_stride],
+                                lse[r]);
+      }
+      __syncwarp();  // lse may be the prefix's: all lanes of the quad have read it
+      if (!valid) continue;
+      if (lane_ % 4 == 0 && args_.lse.data != nullptr) {
+        args_.lse.data[work.head * args_.lse.head_stride + row * args_.lse.row_stride] =
+            weights.lse;
+      }
+      if (args_.prefix_out.data != nullptr) {
+        scale_row(r, weights.suffix);
+        if (weights.prefix != 0.0f) {
+          add_row(r, weights.prefix,
+                  static_cast<const float*>(args_.prefix_out.data) +
+                      row * args_.prefix_out.row_stride + work.head * args_.prefix_out.head_stride);
+        }
+      }
+      const int64_t offset = row * args_.out.row_stride + work.head * args_.out.head_stride;
+      if (args_.out.dtype == DType::kFloat32) {
+        write_row(r, static_cast<float*>(args_.out.data) + offset);
+      } else {
+        write_row(r, static_cast<Element*>(args_.out.data) + offset);
+      }
     }
   }
 
@@ -506,7 +622,7 @@ class Consumer {
   const int lane_;
   const int row_;  // of the tile; the thread also holds row_ + 8
   const float scale_;
-  const uint64_t q_descriptor_;
+  const uint32_t q_address_;  // of the warpgroup's rows
   RingPosition k_, v_;
   uint32_t q_parity_ = 0;
 
@@ -538,8 +654,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
   wait_for_prior_launch();
 
-  // Taken from lane 0, so that the compiler knows it to be uniform over the warp.
-  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  const int warpgroup = static_cast<int>(uniform(threadIdx.x / 128));
   if (warpgroup == 0) {
     lower_registers<Config::kProducerRegisters>();
     if (threadIdx.x < 32) Producer<Config>(args, shared).run();

@@ -11,6 +11,7 @@ namespace mla::sm90 {
 inline constexpr int kQueryRows = 128;       // query rows of a tile, 64 a consumer warpgroup
 inline constexpr int kPanelColumns = 64;     // 2-byte elements of a 128-byte row, the swizzle width
 inline constexpr int kPanelRowBytes = 128;
+inline constexpr int kConsumerWarps = 8;
 inline constexpr int kSharedMemoryLimit = 232448;  // bytes that one block may ask for (227 KiB)
 
 /// One block's work is a tile of kQueryRows x all keys of an item, kKeyRows keys at a time. Q
@@ -45,7 +46,7 @@ struct TileConfig {
   static constexpr int kControlOffset = kValueOffset + kStages * kValueBytes;
   static constexpr int kControlBytes = 256;  // barriers and tile slots
   static constexpr int kAlignment = 1024;
-  static constexpr int kSharedMemoryBytes = kControlOffset + kControlBytes + kAlignment;
+  static constexpr int kSharedMemoryBytes = kControlOffset + kControlBytes;
 
   static_assert(kNope % kPanelColumns == 0 && kRope % kPanelColumns == 0);
   static_assert(kValue % kPanelColumns == 0 && kValue <= 256 && kKeys % 16 == 0);
@@ -80,6 +81,39 @@ MLA_HOST_DEVICE constexpr int32_t key_blocks(int32_t limit, int32_t rows, int32_
 template <typename Config>
 MLA_HOST_DEVICE constexpr int32_t full_key_blocks(int32_t limit, int32_t k_len) {
   return visible_keys(limit, 0, k_len) / Config::kKeyRows;
+}
+
+/// Into how many ranges of keys, attended apart and merged, the tiles of an item are cut, so that
+/// an item of few tiles fills the device. A function of the item and the number of heads alone:
+/// what else is in the batch must not change a row's bits. `tiles` are those of all heads, `keys`
+/// the most that one of them sees.
+inline constexpr int32_t kMultiprocessors = 132;  // of an H200 or H100
+inline constexpr int32_t kMaxSplitTiles = 96;     // more tiles fill most of the device uncut
+inline constexpr int32_t kMaxSplits = 16;
+inline constexpr int32_t kMinSplitKeys = 4096;
+inline constexpr int32_t kSplitCostKeys = 512;  // a range's start, end and merge, in keys
+
+MLA_HOST_DEVICE constexpr int32_t key_splits(int64_t tiles, int32_t keys) {
+  if (tiles > kMaxSplitTiles) return 1;
+  const int32_t most = keys / kMinSplitKeys < kMaxSplits ? keys / kMinSplitKeys : kMaxSplits;
+  int32_t best = 1;
+  int64_t best_cost = 0;
+  for (int32_t splits = 1; splits <= most; ++splits) {
+    const int64_t rounds = (tiles * splits + kMultiprocessors - 1) / kMultiprocessors;
+    const int64_t cost = rounds * (keys / splits + kSplitCostKeys);
+    if (splits == 1 || cost < best_cost) {
+      best = splits;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+/// Partial tiles that suffice for items whose keys add up to `rows`.
+MLA_HOST_DEVICE constexpr int64_t max_partial_tiles(int32_t num_heads, int64_t rows) {
+  return num_heads > kMaxSplitTiles || rows < 2 * kMinSplitKeys
+             ? 0
+             : rows / kMinSplitKeys * (kMaxSplitTiles / num_heads * num_heads);
 }
 
 /// Heads that are worked on side by side, so that their keys and values stay in L2 while all

@@ -7,7 +7,8 @@
 
 namespace mla::sm90 {
 
-/// One tile: up to kQueryRows query rows of one head of one item. 32 bytes of shared memory.
+/// One tile: up to kQueryRows query rows of one head of one item, against all of its keys or one
+/// split of them. In shared memory.
 struct TileWork {
   int32_t head;
   int32_t q_row;    // rows of the tile's first query, in q and in out
@@ -15,8 +16,12 @@ struct TileWork {
   int32_t rows;     // valid query rows; 0 says that there are no more tiles
   int32_t k_begin;
   int32_t k_len;
-  int32_t limit;    // see visible_keys
-  int32_t blocks;   // key blocks, 0 where no row sees a key
+  int32_t limit;        // see visible_keys
+  int32_t block_begin;  // key blocks [block_begin, block_end) are this tile's: none where no row
+  int32_t block_end;    // sees a key
+  int32_t splits;
+  int32_t split;
+  int32_t partial;  // the partial tile of the first split
 };
 
 __host__ __device__ constexpr int32_t query_tiles(int32_t q_len) {
@@ -39,35 +44,45 @@ __device__ __forceinline__ int32_t find_item(const int64_t* first_tile, int32_t 
   return begin;
 }
 
-/// Tiles of an item: groups of heads that share L2; in a group the last query rows first (under a
-/// causal limit they see most keys), all heads of the group for one tile row side by side.
+/// Tiles of an item: groups of heads that share L2; in a group split by split, in a split the last
+/// query rows first (under a causal limit they see most keys), then all heads of the group.
 template <typename Config>
 __device__ __forceinline__ TileWork locate_tile(const TileList& tiles, int32_t num_heads,
                                                 int64_t tile, int lane) {
   const int32_t num_items = *tiles.num_items;
   if (tile >= tiles.first_tile[num_items]) return TileWork{};
   const int32_t index = find_item(tiles.first_tile, num_items, tile, lane);
-  const AttentionItem item = tiles.items[index];
+  const ScheduledItem& scheduled = tiles.items[index];
+  const AttentionItem item = scheduled.item;
+  const uint32_t splits = scheduled.splits;
   const uint32_t local = static_cast<uint32_t>(tile - tiles.first_tile[index]);
 
   const uint32_t tile_rows = query_tiles(item.q_len);
   const int64_t head_bytes = int64_t{item.k_len} * (Config::kNopeDim + Config::kValueDim) * 2;
   const uint32_t group_heads = heads_together(num_heads, head_bytes);
-  const uint32_t group = local / (group_heads * tile_rows);
-  const uint32_t in_group = local - group * group_heads * tile_rows;
+  const uint32_t group = local / (group_heads * tile_rows * splits);
+  const uint32_t in_group = local - group * group_heads * tile_rows * splits;
   const uint32_t heads = min(group_heads, num_heads - group * group_heads);
-  const uint32_t row = in_group / heads;
-  const int32_t q = static_cast<int32_t>(tile_rows - 1 - row) * kQueryRows;
+  const uint32_t split = in_group / (heads * tile_rows);
+  const uint32_t in_split = in_group - split * heads * tile_rows;
+  const uint32_t row = tile_rows - 1 - in_split / heads;
+  const uint32_t head = group * group_heads + in_split % heads;
+  const int32_t q = static_cast<int32_t>(row) * kQueryRows;
 
   TileWork work;
-  work.head = static_cast<int32_t>(group * group_heads + in_group - row * heads);
+  work.head = static_cast<int32_t>(head);
   work.q_row = item.q_begin + q;
   work.out_row = item.out_row + q;
   work.rows = min(kQueryRows, item.q_len - q);
   work.k_begin = item.k_begin;
   work.k_len = item.k_len;
   work.limit = tile_limit(q, item.causal_offset, item.k_len);
-  work.blocks = key_blocks<Config>(work.limit, work.rows, item.k_len);
+  const uint32_t blocks = key_blocks<Config>(work.limit, work.rows, item.k_len);
+  work.block_begin = static_cast<int32_t>(blocks * split / splits);
+  work.block_end = static_cast<int32_t>(blocks * (split + 1) / splits);
+  work.splits = scheduled.splits;
+  work.split = static_cast<int32_t>(split);
+  work.partial = scheduled.first_partial + static_cast<int32_t>((head * tile_rows + row) * splits);
   return work;
 }
 
