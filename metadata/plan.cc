@@ -8,6 +8,9 @@
 
 namespace mla {
 
+// The block is a vector of bytes; its arrays are aligned to 16.
+static_assert(__STDCPP_DEFAULT_NEW_ALIGNMENT__ >= 16);
+
 std::string_view schedule_name(Schedule schedule) {
   switch (schedule) {
     case Schedule::kPacked:
@@ -66,6 +69,7 @@ void validate_plan_config(const PlanConfig& config) {
                 "workspace_tokens {}",
                 config.split_tokens, config.page_size, config.workspace_tokens);
   }
+  schedule_name(config.schedule);
 }
 
 int32_t effective_split_tokens(const PlanConfig& config) {
@@ -94,6 +98,7 @@ class PlanBuilder {
     plan_.num_pieces_ = 0;
     plan_.chunks_.clear();
     plan_.pieces_.clear();
+    plan_.passes_.clear();
     plan_.block_.clear();
     plan_.query_start_loc_ = {};
     plan_.context_start_loc_ = {};
@@ -104,8 +109,9 @@ class PlanBuilder {
 
   void build(const HostBlockTable* table) {
     validate_plan_config(config_);
+    validate_class();
     validate_batch(batch_);
-    if (class_.enabled()) check_requests_against_class();
+    if (table != nullptr) validate_table(*table);
     set_step();
     copy_block_table(table);
     add_chunks();
@@ -116,6 +122,7 @@ class PlanBuilder {
   /// The block of a plan of the class, without a batch.
   void build_empty_class() {
     validate_plan_config(config_);
+    validate_class();
     set_step();
     copy_block_table(nullptr);
     add_chunk_slots();
@@ -124,7 +131,7 @@ class PlanBuilder {
 
  private:
   int32_t num_requests() const { return batch_.num_requests(); }
-  int32_t request_capacity() const {
+  int64_t request_capacity() const {
     return class_.enabled() ? class_.max_requests : num_requests();
   }
 
@@ -134,9 +141,10 @@ class PlanBuilder {
     constexpr size_t kAlignment = 16;
     const size_t offset = (plan_.block_.size() + kAlignment - 1) / kAlignment * kAlignment;
     const size_t end = offset + static_cast<size_t>(capacity) * sizeof(T);
-    if (end > std::numeric_limits<uint32_t>::max()) {
-      throw_error(ErrorCode::kInvalidArgument, "the plan's block needs {} bytes, the limit is {}",
-                  end, std::numeric_limits<uint32_t>::max());
+    constexpr size_t kMaxBytes = std::numeric_limits<uint32_t>::max();
+    if (end > kMaxBytes) {
+      throw_error(ErrorCode::kInvalidArgument,
+                  "the plan's block needs {} bytes or more, the limit is {}", end, kMaxBytes);
     }
     plan_.block_.resize(end);
     return {static_cast<uint32_t>(offset), static_cast<int32_t>(size)};
@@ -155,20 +163,50 @@ class PlanBuilder {
     }
   }
 
-  void check_requests_against_class() {
-    check_capacity("requests", num_requests(), class_.max_requests);
-    check_capacity("new tokens", batch_.num_query_tokens(), class_.max_query_tokens);
-    if (config_.path != PathPolicy::kExpand) {
+  void validate_class() {
+    const auto [requests, tokens, chunks, pages] = class_;
+    if (requests < 0 || tokens < 0 || chunks < 0 || pages < 0) {
+      throw_error(ErrorCode::kInvalidArgument,
+                  "the shape class is for {} requests, {} new tokens, {} chunks and {} pages; none "
+                  "may be below 0",
+                  requests, tokens, chunks, pages);
+    }
+    if (!class_.enabled() && class_ != ShapeClass{}) {
+      throw_error(ErrorCode::kInvalidArgument,
+                  "the shape class has max_requests 0; at least 1 is needed, or no capacity at all");
+    }
+    if (class_.enabled() && config_.path != PathPolicy::kExpand) {
       throw_error(ErrorCode::kUnsupported, "a shape class plans the expand path only");
     }
   }
 
+  void validate_table(const HostBlockTable& table) {
+    int64_t pages = 0;
+    for (int32_t i = 0; i < num_requests(); ++i) pages = std::max(pages, used_pages(i));
+    if (num_requests() > table.num_requests || pages > table.max_pages) {
+      throw_error(ErrorCode::kInvalidArgument,
+                  "the block table has {} rows of {} pages; the batch needs {} of {}",
+                  table.num_requests, table.max_pages, num_requests(), pages);
+    }
+    if (table.row_stride < table.max_pages || (pages > 0 && table.data == nullptr)) {
+      throw_error(ErrorCode::kInvalidArgument,
+                  "the block table's data is {} and its row stride {}; a row has {} pages",
+                  table.data == nullptr ? "null" : "given", table.row_stride, table.max_pages);
+    }
+    max_used_pages_ = pages;
+  }
+
   void set_step() {
     const int32_t r = num_requests();
+    if (class_.enabled()) {
+      check_capacity("requests", r, class_.max_requests);
+      check_capacity("new tokens", batch_.num_query_tokens(), class_.max_query_tokens);
+    }
     plan_.num_requests_ = r;
     plan_.num_query_tokens_ = batch_.num_query_tokens();
-    plan_.query_start_loc_ = add_array<int32_t>(r + 1, request_capacity() + 1);
-    plan_.context_start_loc_ = add_array<int32_t>(r + 1, request_capacity() + 1);
+    const int32_t entries = class_.enabled() ? class_.max_requests + 2 : r + 1;
+    plan_.query_start_loc_ = add_array<int32_t>(r + 1, entries);
+    plan_.context_start_loc_ = add_array<int32_t>(r + 1, entries);
     int32_t* query_start_loc = data(plan_.query_start_loc_);
     int32_t* context_start_loc = data(plan_.context_start_loc_);
     for (int32_t i = 0; i < r; ++i) {
@@ -178,22 +216,13 @@ class PlanBuilder {
       plan_.max_query_len_ = std::max(plan_.max_query_len_, batch_.query_len(i));
     }
     plan_.num_context_tokens_ = context_start_loc[r];
-    // Padding requests of the class have no tokens.
-    std::fill(query_start_loc + r, query_start_loc + request_capacity() + 1, query_start_loc[r]);
-    std::fill(context_start_loc + r, context_start_loc + request_capacity() + 1,
-              context_start_loc[r]);
+    std::fill(query_start_loc + r, query_start_loc + entries, query_start_loc[r]);
+    std::fill(context_start_loc + r, context_start_loc + entries, context_start_loc[r]);
+    if (class_.enabled()) query_start_loc[entries - 1] = class_.max_query_tokens;
   }
 
   void copy_block_table(const HostBlockTable* table) {
-    int64_t stride = 0;
-    if (table != nullptr) {
-      for (int32_t i = 0; i < num_requests(); ++i) stride = std::max(stride, used_pages(i));
-      if (num_requests() > table->num_requests || stride > table->max_pages) {
-        throw_error(ErrorCode::kInvalidArgument,
-                    "the block table has {} rows of {} pages; the batch needs {} of {}",
-                    table->num_requests, table->max_pages, num_requests(), stride);
-      }
-    }
+    int64_t stride = max_used_pages_;
     if (class_.enabled()) {
       check_capacity("pages in a block table row", stride, class_.max_pages);
       stride = class_.max_pages;
@@ -202,7 +231,7 @@ class PlanBuilder {
     plan_.block_table_stride_ = static_cast<int32_t>(stride);
     plan_.block_table_ = add_array<int32_t>(table == nullptr ? 0 : num_requests() * stride,
                                             request_capacity() * stride);
-    if (table == nullptr) return;
+    if (table == nullptr || max_used_pages_ == 0) return;
     int32_t* rows = data(plan_.block_table_);
     for (int32_t i = 0; i < num_requests(); ++i) {
       std::copy_n(table->data + i * table->row_stride, used_pages(i), rows + i * stride);
@@ -277,6 +306,7 @@ class PlanBuilder {
     Chunk& chunk = add_empty_chunk(begin, end, num_items);
     ++plan_.num_chunks_;
     chunk.path = path;
+    chunk.pass_begin = chunk.pass_end = static_cast<int32_t>(plan_.passes_.size());
     chunk.token_begin = batch_.query_start_loc[begin];
     chunk.token_end = batch_.query_start_loc[end];
 
@@ -315,17 +345,37 @@ class PlanBuilder {
   }
 
   AttentionItem* write_items(Chunk& chunk, int32_t r, int32_t k_begin, int32_t k_len,
-                             AttentionItem* item) const {
+                             AttentionItem* item) {
     const int32_t q_len = batch_.query_len(r);
     if (q_len == 0) return item;
     const int32_t rows = item_rows(chunk.path, q_len);
     for (int64_t first = 0; first < q_len; first += rows) {
       const auto q_begin = static_cast<int32_t>(batch_.query_start_loc[r] + first);
       const auto n = static_cast<int32_t>(std::min<int64_t>(rows, q_len - first));
-      *item++ = {q_begin, n, k_begin, k_len, kUnmasked, q_begin};
+      const int32_t row =
+          chunk.path == Path::kAbsorb ? q_begin - pass_of(chunk, item, q_begin, n) : q_begin;
+      *item++ = {row, n, k_begin, k_len, kUnmasked, row};
     }
     chunk.max_query_len = std::max(chunk.max_query_len, rows);
     return item;
+  }
+
+  /// Takes rows [q_begin, q_begin + n) into the chunk's last pass, or into a new one where they
+  /// don't fit; returns the pass's first row.
+  int32_t pass_of(Chunk& chunk, const AttentionItem* item, int32_t q_begin, int32_t n) {
+    if (chunk.pass_end == chunk.pass_begin ||
+        q_begin + n - plan_.passes_.back().row_begin > kAbsorbRows) {
+      AbsorbPass& pass = plan_.passes_.emplace_back();
+      pass.row_begin = q_begin;
+      pass.items.offset =
+          static_cast<uint32_t>(reinterpret_cast<const std::byte*>(item) - plan_.block_.data());
+      ++chunk.pass_end;
+    }
+    AbsorbPass& pass = plan_.passes_.back();
+    pass.row_end = q_begin + n;
+    pass.max_query_len = std::max(pass.max_query_len, n);
+    ++pass.items.size;
+    return pass.row_begin;
   }
 
   void add_chunk_slots() {
@@ -348,10 +398,6 @@ class PlanBuilder {
     plan_.cuts_.clear();
     cut_new_tokens(config_, batch_.query_start_loc, plan_.cuts_);
     for (const ChunkCut& cut : plan_.cuts_.chunks) add_piece(cut);
-    if (class_.enabled()) {
-      check_capacity("pieces of new tokens", static_cast<int64_t>(plan_.num_pieces_),
-                     class_pieces());
-    }
     add_piece_slots();
   }
 
@@ -402,24 +448,28 @@ class PlanBuilder {
     while (static_cast<int64_t>(plan_.pieces_.size()) < class_pieces()) add_empty_piece(0);
   }
 
-  /// FNV-1a (Fowler, Noll, Vo) over 32-bit words.
+  /// FNV-1a (Fowler, Noll, Vo), taking 32 bits at a time.
   void set_hash() {
     uint64_t hash = 0xcbf29ce484222325u;
     const auto mix = [&hash](int64_t value) {
       hash = (hash ^ static_cast<uint32_t>(value)) * 0x100000001b3u;
     };
     const ModelDims& dims = config_.dims;
+    const int32_t split_tokens =
+        config_.schedule == Schedule::kFixed ? effective_split_tokens(config_) : 0;
     for (int32_t value :
          {dims.num_heads, dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim,
           dims.kv_lora_rank, config_.workspace_tokens, config_.page_size,
-          static_cast<int32_t>(config_.schedule), config_.split_tokens,
+          static_cast<int32_t>(config_.schedule), split_tokens,
           static_cast<int32_t>(config_.path), config_.shard.world, config_.shard.interleave,
           class_.max_requests, class_.max_query_tokens, class_.max_chunks, class_.max_pages,
           num_requests()}) {
       mix(value);
     }
-    for (int32_t value : batch_.query_start_loc) mix(value);
-    for (int32_t value : batch_.context_lens) mix(value);
+    for (int32_t r = 0; r < num_requests(); ++r) {
+      mix(batch_.query_len(r));
+      mix(batch_.context_lens[r]);
+    }
     plan_.hash_ = hash;
   }
 
@@ -427,6 +477,7 @@ class PlanBuilder {
   const Batch& batch_;
   const ShapeClass& class_;
   StepPlan& plan_;
+  int64_t max_used_pages_ = 0;  // of one request, where a table was given
 };
 
 void build_plan(const PlanConfig& config, const Batch& batch, const HostBlockTable* table,

@@ -1,9 +1,9 @@
 // The plan of one step: which rows of which request's context go through the workspace together,
 // and which attention items they make. Built once a step on the host, reused by every layer.
 //
-//   StepPlan plan;                        // reused: no allocation once it has seen the largest
-//   step build_plan(config, batch, nullptr, plan); for (const Chunk& chunk : plan.chunks()) { ...
-//   plan.host(chunk.cu_seq_lens) ... }
+//   StepPlan plan;  // reused: no allocation once it has seen the largest step
+//   build_plan(config, batch, /*table=*/nullptr, plan);
+//   for (const Chunk& chunk : plan.chunks()) use(plan.host(chunk.cu_seq_lens));
 //
 // Every array that a kernel reads lies in one contiguous block, so that one copy carries the plan
 // to the device; a BlockArray is an offset into it, valid on both sides.
@@ -51,7 +51,8 @@ PathPolicy find_path_policy(std::string_view name);  // "auto", "expand", "absor
 Path cheaper_path(const ModelDims& dims, int32_t query_len, int32_t context_len);
 
 /// Items of absorbed chunks are cut at multiples of this many query rows of their request, so that
-/// one absorbed pass needs memory for so many rows at most.
+/// one absorbed pass needs memory for so many rows at most. `auto` gives a request the absorb path
+/// below about 171 rows (see cheaper_path), so one pass is the rule.
 inline constexpr int32_t kAbsorbRows = 256;
 
 struct PlanConfig {
@@ -107,12 +108,23 @@ struct Chunk {
   int32_t seq_tot = 0;              // rows in the chunk, <= W
   int32_t max_seq_len = 0;          // longest span
   int32_t max_query_len = 0;        // longest q_len over items
-  bool has_empty_context = false;   // some request of the range has new tokens and no keys here
+  bool has_empty_context = false;   // some request of the range has no keys here, on this rank
   BlockArray<int32_t> starts;       // [n] first position of the span in the rank's cache
   BlockArray<int32_t> seq_lens;     // [n]
   BlockArray<int32_t> cu_seq_lens;  // [n+1], rebased: first 0, last seq_tot
   BlockArray<AttentionItem> items;  // requests with new tokens and keys in this chunk, in order
   BlockArray<ChunkCounts> counts;   // [1]
+  int32_t pass_begin = 0;  // kAbsorb: [pass_begin, pass_end) of StepPlan::absorb_passes(), which
+  int32_t pass_end = 0;    // share out the items
+};
+
+/// Query rows [row_begin, row_end) of an absorbed chunk, at most kAbsorbRows of them: what goes
+/// through the absorbed workspace together. q_begin and out_row of its items count from row_begin.
+struct AbsorbPass {
+  int32_t row_begin = 0;
+  int32_t row_end = 0;
+  int32_t max_query_len = 0;
+  BlockArray<AttentionItem> items;
 };
 
 /// A contiguous range of at most W new-token rows, expanded together and attended causally.
@@ -144,6 +156,11 @@ class StepPlan {
   std::span<const Chunk> chunk_slots() const { return chunks_; }
   std::span<const NewTokenPiece> new_token_slots() const { return pieces_; }
 
+  std::span<const AbsorbPass> absorb_passes() const { return passes_; }
+
+  /// In a shape class both arrays go on for its unused requests, which have no tokens, and for a
+  /// last one (entry max_requests + 1) without context, whose new tokens are the rows from T to
+  /// max_query_tokens.
   BlockArray<int32_t> query_start_loc() const { return query_start_loc_; }      // [R+1]
   BlockArray<int32_t> context_start_loc() const { return context_start_loc_; }  // [R+1], this rank
   /// [R, block_table_stride()] where a host table was given, else size 0.
@@ -179,6 +196,7 @@ class StepPlan {
   size_t num_pieces_ = 0;
   std::vector<Chunk> chunks_;
   std::vector<NewTokenPiece> pieces_;
+  std::vector<AbsorbPass> passes_;
   std::vector<std::byte> block_;
   BlockArray<int32_t> query_start_loc_;
   BlockArray<int32_t> context_start_loc_;
