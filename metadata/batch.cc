@@ -65,13 +65,18 @@ void validate_block_table(const HostBlockTable& table, std::span<const int32_t> 
   }
   std::vector<int32_t> seen;  // sorted ids of one row
   for (size_t r = 0; r < context_lens.size(); ++r) {
+    if (context_lens[r] < 0) {
+      throw_error(ErrorCode::kInvalidArgument, "request {}: context length {} is below 0", r,
+                  context_lens[r]);
+    }
     const int64_t used = (int64_t{context_lens[r]} + page_size - 1) / page_size;
+    if (used == 0) continue;
     if (used > table.max_pages) {
       throw_error(ErrorCode::kInvalidArgument,
                   "request {}: {} cached tokens need {} pages of {}, its block table row has {}", r,
                   context_lens[r], used, page_size, table.max_pages);
     }
-    if (used > 0 && table.data == nullptr) {
+    if (table.data == nullptr) {
       throw_error(ErrorCode::kInvalidArgument, "request {}: {} cached tokens and no block table", r,
                   context_lens[r]);
     }

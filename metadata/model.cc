@@ -21,12 +21,12 @@ constexpr std::array kPresets = {
     ModelPreset{"glm-4.7-flash", {20, 192, 64, 256, 512}},     // zai-org/GLM-4.7-Flash
 };
 
-constexpr int32_t kMaxHeadDim = 1024;
+constexpr int32_t kMaxDim = 1024;
 
-void validate_dim(std::string_view name, int32_t value, int32_t least) {
-  if (value < least || value > kMaxHeadDim || value % 8 != 0) {
-    throw_error(ErrorCode::kInvalidArgument, "{} is {}; it must be a multiple of 8 from {} to {}",
-                name, value, least, kMaxHeadDim);
+void validate_dim(std::string_view name, int32_t value) {
+  if (value < 8 || value > kMaxDim || value % 8 != 0) {
+    throw_error(ErrorCode::kInvalidArgument, "{} is {}; it must be a multiple of 8 from 8 to {}",
+                name, value, kMaxDim);
   }
 }
 
@@ -67,14 +67,14 @@ std::string_view dtype_name(DType dtype) {
 }
 
 void validate_dims(const ModelDims& dims) {
-  if (dims.num_heads < 1) {
-    throw_error(ErrorCode::kInvalidArgument, "num_heads is {}, at least 1 is needed",
-                dims.num_heads);
+  if (dims.num_heads < 1 || dims.num_heads > kMaxDim) {
+    throw_error(ErrorCode::kInvalidArgument, "num_heads is {}; it must be from 1 to {}",
+                dims.num_heads, kMaxDim);
   }
-  validate_dim("qk_nope_head_dim", dims.qk_nope_head_dim, 8);
-  validate_dim("qk_rope_head_dim", dims.qk_rope_head_dim, 8);
-  validate_dim("v_head_dim", dims.v_head_dim, 8);
-  validate_dim("kv_lora_rank", dims.kv_lora_rank, 8);
+  validate_dim("qk_nope_head_dim", dims.qk_nope_head_dim);
+  validate_dim("qk_rope_head_dim", dims.qk_rope_head_dim);
+  validate_dim("v_head_dim", dims.v_head_dim);
+  validate_dim("kv_lora_rank", dims.kv_lora_rank);
 }
 
 float default_softmax_scale(const ModelDims& dims) {

@@ -172,8 +172,9 @@ class PlanBuilder {
                   requests, tokens, chunks, pages);
     }
     if (!class_.enabled() && class_ != ShapeClass{}) {
-      throw_error(ErrorCode::kInvalidArgument,
-                  "the shape class has max_requests 0; at least 1 is needed, or no capacity at all");
+      throw_error(
+          ErrorCode::kInvalidArgument,
+          "the shape class has max_requests 0; at least 1 is needed, or no capacity at all");
     }
     if (class_.enabled() && config_.path != PathPolicy::kExpand) {
       throw_error(ErrorCode::kUnsupported, "a shape class plans the expand path only");
@@ -460,10 +461,9 @@ class PlanBuilder {
     for (int32_t value :
          {dims.num_heads, dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim,
           dims.kv_lora_rank, config_.workspace_tokens, config_.page_size,
-          static_cast<int32_t>(config_.schedule), split_tokens,
-          static_cast<int32_t>(config_.path), config_.shard.world, config_.shard.interleave,
-          class_.max_requests, class_.max_query_tokens, class_.max_chunks, class_.max_pages,
-          num_requests()}) {
+          static_cast<int32_t>(config_.schedule), split_tokens, static_cast<int32_t>(config_.path),
+          config_.shard.world, config_.shard.interleave, class_.max_requests,
+          class_.max_query_tokens, class_.max_chunks, class_.max_pages, num_requests()}) {
       mix(value);
     }
     for (int32_t r = 0; r < num_requests(); ++r) {

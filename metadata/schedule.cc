@@ -39,16 +39,10 @@ class ChunkWriter {
 /// Whole contexts in order; one is cut only where the chunk is full.
 void cut_packed(const PlanConfig& config, std::span<const int32_t> lengths, ScheduleCuts& cuts) {
   const int64_t w = config.workspace_tokens;
-  const int64_t cycle = int64_t{config.shard.world} * config.shard.interleave;
-  const int64_t common = std::lcm(int64_t{config.page_size}, cycle);
-  const bool whole_cycles = common <= w;
-  const int64_t alignment = whole_cycles ? common : config.page_size;
-
-  // How many tokens from a cut point on surely fit into `room` rows of every rank.
-  const auto reach = [&](int64_t room) {
-    if (!whole_cycles) return room;
-    return room / config.shard.interleave * cycle + room % config.shard.interleave;
-  };
+  const int64_t interleave = config.shard.interleave;
+  const int64_t cycle = interleave * config.shard.world;
+  int64_t alignment = config.page_size;
+  if (cycle <= w && std::lcm(alignment, cycle) <= w) alignment = std::lcm(alignment, cycle);
 
   ChunkWriter chunk(cuts);
   int64_t room = w;
@@ -56,13 +50,13 @@ void cut_packed(const PlanConfig& config, std::span<const int32_t> lengths, Sche
     int32_t begin = 0;
     while (begin < lengths[r]) {
       int32_t end = lengths[r];
-      if (span_rows(begin, end, config.shard) > room) {
-        end = static_cast<int32_t>(
-            std::min(round_down(begin + reach(room), alignment), int64_t{lengths[r]}));
+      if (most_local_rows(end - begin, config.shard) > room) {
+        const int64_t fits = room / interleave * cycle + room % interleave;  // tokens
+        end = static_cast<int32_t>(round_down(begin + fits, alignment));
       }
       if (end > begin) {
         chunk.add({r, begin, end});
-        room -= span_rows(begin, end, config.shard);
+        room -= most_local_rows(end - begin, config.shard);
         begin = end;
       }
       if (begin < lengths[r]) {
@@ -91,7 +85,7 @@ void cut_evenly(const PlanConfig& config, std::span<const int32_t> lengths, int3
     int64_t rows = 0;
     for (; r < num_requests; ++r) {
       if (lengths[r] == 0) continue;
-      rows += std::min(lengths[r], step);
+      rows += most_local_rows(std::min(lengths[r], step), config.shard);
       if (rows > config.workspace_tokens) break;
       longest = std::max(longest, lengths[r]);
       group_end = r + 1;
@@ -109,13 +103,10 @@ void cut_evenly(const PlanConfig& config, std::span<const int32_t> lengths, int3
 
 }  // namespace
 
-int32_t span_rows(int32_t begin, int32_t end, const ContextShard& shard) {
-  if (shard.world == 1) return end - begin;
-  int32_t most = 0;
-  for (int32_t rank = 0; rank < shard.world; ++rank) {
-    most = std::max(most, local_span_length(begin, end, {shard.world, rank, shard.interleave}));
-  }
-  return most;
+int32_t most_local_rows(int32_t tokens, const ContextShard& shard) {
+  // Whole cycles give every rank the same, wherever they begin; of the rest no rank has more than
+  // `interleave`. Rank 0 of a span that begins a cycle has just that.
+  return local_length(tokens, {shard.world, 0, shard.interleave});
 }
 
 void cut_contexts(const PlanConfig& config, std::span<const int32_t> lengths, ScheduleCuts& cuts) {

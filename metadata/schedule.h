@@ -40,9 +40,10 @@ struct ScheduleCuts {
   }
 };
 
-/// Rows of the span on the rank that holds most of it: what a chunk is measured by, so that every
-/// rank makes the same cuts and none exceeds its workspace.
-int32_t span_rows(int32_t begin, int32_t end, const ContextShard& shard);
+/// Rows that a span of so many tokens takes on any rank at most: what a chunk is measured by, so
+/// that every rank makes the same cuts and none exceeds its workspace. Exact for spans that begin
+/// at a multiple of world * interleave.
+int32_t most_local_rows(int32_t tokens, const ContextShard& shard);
 
 /// Appends the cuts of all contexts (`lengths` [R], 0: nothing to attend) by the config's schedule.
 void cut_contexts(const PlanConfig& config, std::span<const int32_t> lengths, ScheduleCuts& cuts);
