@@ -10,10 +10,12 @@
 #include <string>
 #include <vector>
 
+#include "kernels/convert.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "tests/kernels/attention_harness.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_tensor.h"
+#include "tests/support/sparse_memory.h"
 
 namespace mla::test {
 namespace {
@@ -247,6 +249,43 @@ TEST_F(AttentionTest, TheNumberOfWorkersDoesNotChangeBits) {
   const AttentionResult one = run_attention(*single, context_for(c), c);
   EXPECT_TRUE(same_bits(three.out, one.out));
   EXPECT_TRUE(same_bits(three.lse, one.lse));
+}
+
+// Rows of every tensor lie more than 2^31 elements apart. Query i is 0, so out is the mean of the
+// values, key k's being k + 1.
+TEST_F(AttentionTest, OffsetsHave64Bits) {
+  if (!on_cpu()) GTEST_SKIP() << "host memory";
+  constexpr int64_t kRows = 3, kDim = 8;
+  constexpr int64_t kRowStride = (int64_t{1} << 31) + 64;
+  constexpr size_t kBytes = ((kRows - 1) * kRowStride + kDim) * sizeof(uint16_t);
+  const SparseMemory zeros(kBytes);
+  const SparseMemory values(kBytes);
+  const SparseMemory out(2 * kBytes);
+  if (!zeros.valid() || !values.valid() || !out.valid()) GTEST_SKIP() << "address space";
+  for (int64_t k = 0; k < kRows; ++k) {
+    std::fill_n(values.at<uint16_t>(k * kRowStride), kDim,
+                float_to_bf16(static_cast<float>(k + 1)));
+  }
+  const std::vector<AttentionItem> items = {{.q_len = kRows, .k_len = kRows, .causal_offset = 0}};
+  PrefillAttentionParams params;
+  params.num_heads = 1;
+  params.qk_nope_head_dim = kDim;
+  params.v_head_dim = kDim;
+  params.softmax_scale = 1.0f;
+  params.q = {zeros.data(), DType::kBFloat16, kRowStride, kDim};
+  params.k_nope = params.q;
+  params.v = {values.data(), DType::kBFloat16, kRowStride, kDim};
+  params.q_rows = kRows;
+  params.k_rows = kRows;
+  params.items = items.data();
+  params.num_items = {1};
+  params.max_q_len = kRows;
+  params.max_k_len = kRows;
+  params.out = {out.data(), DType::kFloat32, kRowStride, kDim};
+  backend().prefill_attention(params, op_context());
+  for (int64_t i = 0; i < kRows; ++i) {
+    EXPECT_NEAR(*out.at<float>(i * kRowStride), 1.0f + 0.5f * static_cast<float>(i), 1e-6f);
+  }
 }
 
 TEST_F(AttentionTest, RefusesBadParams) {

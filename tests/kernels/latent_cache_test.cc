@@ -14,6 +14,7 @@
 #include "tests/oracle/oracle.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_tensor.h"
+#include "tests/support/sparse_memory.h"
 #include "tests/support/test_backend.h"
 
 namespace mla::test {
@@ -125,6 +126,7 @@ TEST_F(LatentCacheTest, GathersSpansThatStartAnywhere) {
     for (const int32_t page_size : {1, 16, 64, 128}) {
       for (const std::vector<int32_t>& batch : lengths) {
         std::vector<Span> spans;
+        spans.reserve(batch.size());
         for (const int32_t length : batch) spans.push_back({random_int(1, 3 * page_size), length});
         SCOPED_TRACE("page size " + std::to_string(page_size) + ", first start " +
                      std::to_string(spans[0].start));
@@ -312,6 +314,43 @@ TEST_F(LatentCacheTest, TheActualCountLimitsTheWrites) {
   for (int64_t t = 0; t < 20; ++t) {
     EXPECT_EQ(std::isnan(written.read_row(t)[0]), t >= 7) << t;
   }
+}
+
+// Pages 4 GiB apart: a row that is written to page 2 comes back from there.
+TEST_F(LatentCacheTest, OffsetsHave64Bits) {
+  if (!on_cpu()) GTEST_SKIP() << "host memory";
+  constexpr int64_t kPageStride = (int64_t{1} << 32) + 4096;
+  const SparseMemory memory(2 * kPageStride + 4096);
+  if (!memory.valid()) GTEST_SKIP() << "address space";
+  const LatentCache cache{memory.data(), KvCacheFormat::kBf16, 1.0f, 3, 1, kPageStride};
+  std::vector<float> row = random_values(576, kBf16);
+  row[0] = 1.0f;
+  const DeviceTensor given(backend(), kBf16, {.rows = 1, .dim = 576}, row);
+  const DeviceTensor found(backend(), kBf16, {.rows = 1, .dim = 576});
+  const std::vector<int64_t> slot = {2};
+  backend().write_latent_cache({.kv_lora_rank = 512,
+                                .qk_rope_head_dim = 64,
+                                .kv_c = given.const_rows(),
+                                .k_pe = given.const_rows(512),
+                                .slot_mapping = slot.data(),
+                                .num_tokens = {1},
+                                .kv_cache = cache},
+                               op_context());
+  EXPECT_NE(*memory.at<uint16_t>(kPageStride), 0);  // elements of 2 bytes: the start of page 2
+  const std::vector<int32_t> table = {2};
+  const std::vector<int32_t> starts = {0, 1};
+  backend().gather_latent({.kv_lora_rank = 512,
+                           .qk_rope_head_dim = 64,
+                           .kv_cache = as_const(cache),
+                           .block_table = table.data(),
+                           .block_table_stride = 1,
+                           .starts = starts.data(),
+                           .cu_seq_lens = starts.data(),
+                           .num_spans = {1},
+                           .num_rows = {1},
+                           .latent = found.rows()},
+                          op_context());
+  EXPECT_TRUE(same_bits(found.download(), row));
 }
 
 TEST_F(LatentCacheTest, RefusesBadParams) {

@@ -10,6 +10,7 @@
 
 #include "tests/support/compare.h"
 #include "tests/support/device_tensor.h"
+#include "tests/support/sparse_memory.h"
 #include "tests/support/test_backend.h"
 
 namespace mla::test {
@@ -167,6 +168,34 @@ TEST_F(MaskTest, RandomLengthsAndStrides) {
     m.requests_capacity = random_chance(0.5) ? requests + random_int(0, 100) : 0;
     check(m);
     if (HasFailure()) return;
+  }
+}
+
+TEST_F(MaskTest, OffsetsHave64Bits) {
+  if (!on_cpu()) GTEST_SKIP() << "host memory";
+  constexpr int64_t kRows = 4, kHeads = 2, kDim = 8;
+  constexpr int64_t kRowStride = (int64_t{1} << 31) + 64;
+  const SparseMemory output(((kRows - 1) * kRowStride + kHeads * kDim) * sizeof(uint16_t));
+  if (!output.valid()) GTEST_SKIP() << "address space";
+  for (int64_t row = 0; row < kRows; ++row) {
+    std::fill_n(output.at<uint16_t>(row * kRowStride), kHeads * kDim, uint16_t{7});
+  }
+  std::vector<float> lse(kRows * kHeads, 1.0f);
+  const std::vector<int32_t> queries = cumulative({2, 2});
+  const std::vector<int32_t> contexts = cumulative({5, 0});
+  MaskEmptyContextParams params;
+  params.num_heads = kHeads;
+  params.head_dim = kDim;
+  params.query_start_loc = queries.data();
+  params.context_start_loc = contexts.data();
+  params.num_requests = {2};
+  params.max_query_len = 2;
+  params.output = {output.data(), DType::kBFloat16, kRowStride, kDim};
+  params.lse = {lse.data(), kRows, 1};
+  backend().mask_empty_context(params, op_context());
+  for (int64_t row = 0; row < kRows; ++row) {
+    const uint16_t* values = output.at<uint16_t>(row * kRowStride);
+    EXPECT_EQ(std::count(values, values + kHeads * kDim, row < 2 ? 7 : 0), kHeads * kDim) << row;
   }
 }
 

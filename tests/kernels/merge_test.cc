@@ -1,6 +1,5 @@
 // merge_attn_states and clear_partial: the algebra's corners, layouts and refusals.
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cmath>
@@ -11,6 +10,7 @@
 #include "kernels/convert.h"
 #include "tests/kernels/merge_harness.h"
 #include "tests/support/compare.h"
+#include "tests/support/sparse_memory.h"
 #include "tests/support/test_backend.h"
 
 namespace mla::test {
@@ -227,24 +227,18 @@ TEST_F(MergeTest, OffsetsHave64Bits) {
   constexpr int64_t kTokens = 5, kHeads = 2, kDim = 8;
   constexpr int64_t kRowStride = (int64_t{1} << 31) + 64;  // elements
   constexpr int64_t kRow = kHeads * kDim;
-  struct Sparse {
-    size_t bytes = (kTokens - 1) * kRowStride * sizeof(uint16_t) + 4096;
-    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    ~Sparse() {
-      if (data != MAP_FAILED) munmap(data, bytes);
-    }
-    uint16_t* row(int64_t t) const { return static_cast<uint16_t*>(data) + t * kRowStride; }
-    HeadRows view() const { return {data, DType::kBFloat16, kRowStride, kDim}; }
+  constexpr size_t kBytes = ((kTokens - 1) * kRowStride + kRow) * sizeof(uint16_t);
+  const SparseMemory prefix(kBytes);
+  const SparseMemory suffix(kBytes);
+  const SparseMemory output(kBytes);
+  if (!prefix.valid() || !suffix.valid() || !output.valid()) GTEST_SKIP() << "address space";
+  const auto view = [](const SparseMemory& memory) {
+    return HeadRows{memory.data(), DType::kBFloat16, kRowStride, kDim};
   };
-  const Sparse prefix, suffix, output;
-  for (const Sparse* sparse : {&prefix, &suffix, &output}) {
-    if (sparse->data == MAP_FAILED) GTEST_SKIP() << "no " << sparse->bytes << " bytes of addresses";
-  }
   for (int64_t t = 0; t < kTokens; ++t) {
     for (int64_t i = 0; i < kRow; ++i) {
-      prefix.row(t)[i] = float_to_bf16(static_cast<float>(t + 1));
-      suffix.row(t)[i] = float_to_bf16(static_cast<float>(10 * (t + 1)));
+      prefix.at<uint16_t>(t * kRowStride)[i] = float_to_bf16(static_cast<float>(t + 1));
+      suffix.at<uint16_t>(t * kRowStride)[i] = float_to_bf16(static_cast<float>(10 * (t + 1)));
     }
   }
   std::vector<float> lse(kTokens * kHeads, 0.0f);
@@ -253,16 +247,18 @@ TEST_F(MergeTest, OffsetsHave64Bits) {
   backend().merge_attn_states({.num_heads = kHeads,
                                .head_dim = kDim,
                                .num_tokens = {kTokens},
-                               .prefix_out = as_const(prefix.view()),
+                               .prefix_out = as_const(view(prefix)),
                                .prefix_lse = as_const(lse_view(lse)),
-                               .suffix_out = as_const(suffix.view()),
+                               .suffix_out = as_const(view(suffix)),
                                .suffix_lse = as_const(lse_view(lse)),
-                               .output = output.view(),
+                               .output = view(output),
                                .output_lse = lse_view(output_lse)},
                               op_context());
   for (int64_t t = 0; t < kTokens; ++t) {
     for (int64_t i = 0; i < kRow; ++i) {
-      ASSERT_EQ(bf16_to_float(output.row(t)[i]), 5.5f * static_cast<float>(t + 1)) << t;
+      ASSERT_EQ(bf16_to_float(output.at<uint16_t>(t * kRowStride)[i]),
+                5.5f * static_cast<float>(t + 1))
+          << t;
     }
   }
 }

@@ -33,7 +33,7 @@ BackendUnderTest make_backend() {
   const std::string mutant = environment("MLA_TEST_MUTANT");
   if (wanted.empty() || wanted == "cpu") {
     // Three workers, whatever the machine has: races show, and no block size is a multiple of it.
-    static const std::unique_ptr<Executor> executor = make_thread_pool(3);
+    static std::unique_ptr<Executor> executor = make_thread_pool(3);
     static std::unique_ptr<Backend> backend = make_cpu_backend(*executor);
     if (!mutant.empty()) {
       backend = make_mutant_backend(std::move(backend), mutant);
@@ -45,7 +45,7 @@ BackendUnderTest make_backend() {
   if (!mutant.empty()) refuse_environment("MLA_TEST_MUTANT with MLA_TEST_BACKEND", wanted);
 #ifdef MLA_HAVE_CUDA
   try {
-    static const std::unique_ptr<Backend> backend = make_cuda_backend();
+    static std::unique_ptr<Backend> backend = make_cuda_backend();
     return {backend.get(), ""};
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kDevice) throw;
@@ -59,7 +59,7 @@ BackendUnderTest make_backend() {
 }  // namespace
 
 const BackendUnderTest& backend_under_test() {
-  static const BackendUnderTest instance = make_backend();
+  static BackendUnderTest instance = make_backend();
   return instance;
 }
 
