@@ -13,7 +13,9 @@
 
 namespace mla {
 
-/// One layer's tensors, all in backend memory and the caller's. T, R: of the step.
+/// One layer's tensors, all in backend memory and the caller's. T: of the step; in a shape class
+/// they have its max_query_tokens rows, and rows past T of `out` and `lse` become 0 and -inf.
+/// Data is 16-byte aligned and strides are multiples of 8 elements, those of `lse` apart.
 struct LayerParams {
   ConstHeadRows q;                  // [T, H, P + Rr] bf16, RoPE applied
   ConstRows kv_c;                   // [T, L] bf16, may be a strided view
@@ -60,6 +62,29 @@ class AttentionRunner {
     Lse absorbed_lse;
     std::span<std::byte> scratch;
   };
+  struct Call;  // one run_layer's step, layer and stream
+
+  void validate_call(const Call& call) const;
+  WriteLatentCacheParams write_params(const Call& call) const;
+  GatherLatentParams gather_params(const Call& call, const Chunk& chunk) const;
+  ExpandParams expand_params(const Call& call, ConstRows latent, const Count& rows) const;
+  PrefillAttentionParams attention_params(const Call& call, ConstRows k_pe, int64_t k_rows) const;
+
+  void write_cache(const Call& call);
+  void attend_chunk(const Call& call, const Chunk& chunk);
+  void attend_expanded(const Call& call, const Chunk& chunk);
+  void attend_absorbed(const Call& call, const Chunk& chunk, const AbsorbPass& pass);
+  void attend_into(PrefillAttentionParams& attention, const Call& call, MergeMode mode);
+  void attend_new_tokens(const Call& call, const NewTokenPiece& piece, int64_t row_begin,
+                         int64_t row_end);
+  void merge(const Call& call, int64_t row_begin, const Count& rows, HeadRows suffix_out,
+             Lse suffix_lse, HeadRows out, Lse lse);
+  void merge_into_partial(const Call& call, int64_t row_begin, const Count& rows,
+                          HeadRows suffix_out, Lse suffix_lse);
+  void merge_chunk(const Call& call, int64_t row_begin, const Count& rows);
+  void merge_carried(const Call& call, const NewTokenPiece& piece);
+  void clear_unused_slot(const Call& call);
+  void clear_padding(const Call& call);
 
   EngineConfig config_;
   Backend* backend_;

@@ -33,14 +33,17 @@ struct EngineConfig {
   int32_t max_query_tokens = 32768;  // new tokens of one step
   int32_t max_requests = 1024;
   ContextShard shard;
-  ShapeClass shape_class;  // enabled: steps are planned for, and refused outside, this class
+  /// Enabled: steps are planned for this class and refused outside it, and every layer call makes
+  /// the same launches, whatever the step. Only the expand path; with kFixed, max_query_tokens is
+  /// at most split_tokens, since the pieces of new tokens may not depend on the step.
+  ShapeClass shape_class;
 };
 
 /// Throws kInvalidArgument or kUnsupported for a config that `backend` can't serve.
 void validate_config(const EngineConfig& config, const Backend& backend);
 
-/// The plan's share of the config. Where the backend has no absorbed attention, kAuto becomes
-/// kExpand.
+/// The plan's share of the config. Where the backend has no absorbed attention, and in a shape
+/// class, kAuto becomes kExpand.
 PlanConfig plan_config(const EngineConfig& config, const Backend& backend);
 
 /// Exact bytes of the workspace an engine of this config needs, for any context and any step
@@ -60,10 +63,6 @@ WorkspaceLayout workspace_layout(const EngineConfig& config, const Backend& back
 inline size_t workspace_bytes(const EngineConfig& config, const Backend& backend) {
   return workspace_layout(config, backend).total;
 }
-
-/// Absorbed attention runs over at most this many query tokens at a time; `auto` gives a request
-/// the absorb path below about 171 of them (see cheaper_path), so one pass is the rule.
-inline constexpr int32_t kAbsorbRows = 256;
 
 }  // namespace mla
 
