@@ -134,12 +134,7 @@ void check_cache(const BasicLatentCache<Pointer>& cache, int32_t kv_lora_rank,
                  int32_t qk_rope_head_dim) {
   check_dim(kv_lora_rank, "kv_lora_rank");
   check_dim(qk_rope_head_dim, "qk_rope_head_dim");
-  // A row's bytes depend on these two dimensions alone; the others only have to be valid.
-  const ModelDims dims{.num_heads = 1,
-                       .qk_nope_head_dim = 8,
-                       .qk_rope_head_dim = qk_rope_head_dim,
-                       .v_head_dim = 8,
-                       .kv_lora_rank = kv_lora_rank};
+  const ModelDims dims{.qk_rope_head_dim = qk_rope_head_dim, .kv_lora_rank = kv_lora_rank};
   const int64_t row_bytes = kv_cache_row_bytes(cache.format, dims);
   check_pointer(cache.data, 16, "kv_cache");
   if (cache.num_pages < 0) invalid(fmt::format("num_pages is {}, at least 0", cache.num_pages));
@@ -234,9 +229,7 @@ void validate(const PrefillAttentionParams& p) {
   check_dim(p.qk_nope_head_dim, "qk_nope_head_dim");
   check_dim(p.qk_rope_head_dim, "qk_rope_head_dim", 0);
   check_dim(p.v_head_dim, "v_head_dim");
-  if (!(std::isfinite(p.softmax_scale) && p.softmax_scale > 0.0f)) {
-    invalid(fmt::format("softmax_scale is {}, must be finite and positive", p.softmax_scale));
-  }
+  validate_softmax_scale(p.softmax_scale);
   check_dtype(p.q.dtype, {DType::kBFloat16, DType::kFloat16}, "q");
   check_dtype(p.k_nope.dtype, {p.q.dtype}, "k_nope");
   if (p.qk_rope_head_dim > 0) check_dtype(p.k_pe.dtype, {p.q.dtype}, "k_pe");

@@ -273,7 +273,7 @@ void prefill_attention(const PrefillAttentionParams& p, Executor& executor,
   auto* const worker_scratch =
       reinterpret_cast<float*>(scratch.data() + tile_starts_bytes(p.num_items.capacity));
   const int64_t worker_size = Layout(p.qk_nope_head_dim + p.qk_rope_head_dim, p.v_head_dim).size;
-  executor.parallel_for(tiles * p.num_heads, [&](int64_t task, int worker) {
+  parallel_for(executor, tiles * p.num_heads, [&](int64_t task, int worker) {
     // The last tiles of causal items see the most keys: they start first.
     const int64_t tile = tiles - 1 - task / p.num_heads;
     const int64_t item =

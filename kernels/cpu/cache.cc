@@ -20,24 +20,15 @@ constexpr int kDsMlaRope = 528;
 /// Calls body(row) for every row, in blocks.
 template <typename Body>
 void for_each_row(Executor& executor, int64_t rows, const Body& body) {
-  executor.parallel_for((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t block, int) {
+  parallel_for(executor, (rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t block, int) {
     const int64_t end = std::min(rows, (block + 1) * kRowsPerTask);
     for (int64_t row = block * kRowsPerTask; row < end; ++row) body(row);
   });
 }
 
 template <typename Pointer>
-int64_t row_bytes(const BasicLatentCache<Pointer>& cache, int64_t l, int64_t rr) {
-  switch (cache.format) {
-    case KvCacheFormat::kBf16:
-      return (l + rr) * 2;
-    case KvCacheFormat::kFp8E4M3:
-      return l + rr;
-    case KvCacheFormat::kFp8DsMla:
-      return kDsMlaRope + rr * 2;
-  }
-  throw_error(ErrorCode::kUnsupported, "cache format {} is unknown",
-              static_cast<int>(cache.format));
+int64_t row_bytes(const BasicLatentCache<Pointer>& cache, int32_t l, int32_t rr) {
+  return kv_cache_row_bytes(cache.format, {.qk_rope_head_dim = rr, .kv_lora_rank = l});
 }
 
 void quantise(const uint16_t* values, int64_t n, float scale, uint8_t* stored) {
@@ -145,7 +136,7 @@ void write_latent_cache(const WriteLatentCacheParams& p, Executor& executor) {
   check_slots(p, tokens);
   const int64_t l = p.kv_lora_rank;
   const int64_t rr = p.qk_rope_head_dim;
-  const int64_t bytes = row_bytes(p.kv_cache, l, rr);
+  const int64_t bytes = row_bytes(p.kv_cache, p.kv_lora_rank, p.qk_rope_head_dim);
   const int64_t page_size = p.kv_cache.page_size;
   for_each_row(executor, tokens, [&](int64_t t) {
     const int64_t slot = p.slot_mapping[t];
@@ -164,7 +155,7 @@ void gather_latent(const GatherLatentParams& p, Executor& executor) {
   check_spans(p, spans, rows);
   const int64_t l = p.kv_lora_rank;
   const int64_t rr = p.qk_rope_head_dim;
-  const int64_t bytes = row_bytes(p.kv_cache, l, rr);
+  const int64_t bytes = row_bytes(p.kv_cache, p.kv_lora_rank, p.qk_rope_head_dim);
   const int64_t page_size = p.kv_cache.page_size;
   const int64_t gathered = std::min<int64_t>(rows, p.cu_seq_lens[spans]);
   for_each_row(executor, gathered, [&](int64_t row) {

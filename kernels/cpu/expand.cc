@@ -48,7 +48,7 @@ void multiply_heads(const ModelDims& dims, const void* kv_b_proj, const Product&
   const int64_t n = product.transposed ? product.weight_rows : l;
   const int64_t rows_per_task = kRowTile * kTilesPerTask;
   const int64_t groups = (num_rows + rows_per_task - 1) / rows_per_task;
-  executor.parallel_for(groups * dims.num_heads, [&](int64_t task, int worker) {
+  parallel_for(executor, groups * dims.num_heads, [&](int64_t task, int worker) {
     const int64_t head = task % dims.num_heads;
     const int64_t begin = task / dims.num_heads * rows_per_task;
     const int64_t end = std::min(num_rows, begin + rows_per_task);

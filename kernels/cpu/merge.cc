@@ -79,7 +79,7 @@ void check_requests(const MaskEmptyContextParams& p, int64_t requests) {
 void merge_attn_states(const MergeAttnStatesParams& p, Executor& executor) {
   const int64_t tokens = length(p.num_tokens);
   const int64_t blocks = (tokens + kTokensPerTask - 1) / kTokensPerTask;
-  executor.parallel_for(blocks, [&](int64_t block, int) {
+  parallel_for(executor, blocks, [&](int64_t block, int) {
     const int64_t end = std::min(tokens, (block + 1) * kTokensPerTask);
     for (int64_t row = block * kTokensPerTask; row < end; ++row) {
       for (int64_t head = 0; head < p.num_heads; ++head) merge_row(p, row, head);
@@ -93,7 +93,7 @@ void mask_empty_context(const MaskEmptyContextParams& p, Executor& executor) {
   check_requests(p, requests);
   const int64_t row_bytes = int64_t{p.head_dim} * dtype_bytes(p.output.dtype);
   const int64_t blocks = (p.max_query_len + kTokensPerTask - 1) / kTokensPerTask;
-  executor.parallel_for(requests * blocks, [&](int64_t task, int) {
+  parallel_for(executor, requests * blocks, [&](int64_t task, int) {
     const int64_t r = task / blocks;
     if (p.context_start_loc[r + 1] != p.context_start_loc[r]) return;
     const int64_t begin = p.query_start_loc[r] + task % blocks * kTokensPerTask;
@@ -111,7 +111,7 @@ void mask_empty_context(const MaskEmptyContextParams& p, Executor& executor) {
 void clear_partial(const ClearPartialParams& p, Executor& executor) {
   const int64_t tokens = length(p.num_tokens);
   if (tokens == 0) return;
-  executor.parallel_for(p.num_heads, [&](int64_t head, int) {
+  parallel_for(executor, p.num_heads, [&](int64_t head, int) {
     for (int64_t row = 0; row < tokens; ++row) lse_at(p.lse, row, head) = -INFINITY;
   });
 }

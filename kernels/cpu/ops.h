@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 
 #include "kernels/executor.h"
@@ -20,6 +21,13 @@ namespace mla::cpu {
 inline int64_t length(const Count& count) {
   if (count.actual == nullptr) return count.capacity;
   return std::clamp<int64_t>(*count.actual, 0, count.capacity);
+}
+
+/// Executor::parallel_for with a task by reference: a std::function of the task itself would
+/// allocate.
+template <typename Task>
+void parallel_for(Executor& executor, int64_t count, const Task& task) {
+  executor.parallel_for(count, std::cref(task));
 }
 
 // cache.cc
