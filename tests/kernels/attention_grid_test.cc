@@ -85,13 +85,14 @@ class AttentionGridTest : public AttentionTest {
     return true;
   }
 
-  // Every dims with every number of heads; layouts, types and prefixes go through all their
-  // combinations over the 16 cells.
+  // Every dims with every number of heads; layouts, types and prefixes take turns, and the larger
+  // numbers of heads share the types among them.
   void check_grid(const Dims& dims) {
     int checked = 0;
     int cell = 0;
     for (const int32_t heads : {1, 5, 12, 16}) {
       for (int variant = 0; variant < 4; ++variant, ++cell) {
+        if ((heads == 12 && variant < 2) || (heads == 16 && variant >= 2)) continue;
         AttentionCase c{.heads = heads, .p = dims.p, .rr = dims.rr, .v = dims.v};
         c.layout = (cell + cell / 4) % 2 == 0 ? KeyLayout::kExpanded : KeyLayout::kSeparate;
         c.dtype = variant == 3 ? DType::kFloat16 : DType::kBFloat16;
