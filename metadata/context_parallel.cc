@@ -1,7 +1,5 @@
 #include "metadata/context_parallel.h"
 
-#include <algorithm>
-
 #include "metadata/error.h"
 
 namespace mla {
@@ -19,14 +17,6 @@ void validate_shard(const ContextShard& shard) {
     throw_error(ErrorCode::kInvalidArgument,
                 "context-parallel interleave is {} tokens, at least 1 is needed", shard.interleave);
   }
-}
-
-int32_t local_length(int32_t length, const ContextShard& shard) {
-  const int64_t interleave = shard.interleave;
-  const int64_t cycle = interleave * shard.world;
-  const int64_t cycles = length / cycle;
-  const int64_t rest = length - cycles * cycle - shard.rank * interleave;
-  return static_cast<int32_t>(cycles * interleave + std::clamp<int64_t>(rest, 0, interleave));
 }
 
 int32_t owner_rank(int32_t t, const ContextShard& shard) {

@@ -2,6 +2,7 @@
 #ifndef METADATA_CONTEXT_PARALLEL_H_
 #define METADATA_CONTEXT_PARALLEL_H_
 
+#include <algorithm>
 #include <cstdint>
 
 namespace mla {
@@ -20,7 +21,14 @@ struct ContextShard {
 void validate_shard(const ContextShard& shard);
 
 /// How many of the first `length` tokens live on the shard's rank.
-int32_t local_length(int32_t length, const ContextShard& shard);
+inline int32_t local_length(int32_t length, const ContextShard& shard) {
+  if (shard.world == 1) return length;
+  const int64_t interleave = shard.interleave;
+  const int64_t cycle = interleave * shard.world;
+  const int64_t cycles = length / cycle;
+  const int64_t rest = length - cycles * cycle - shard.rank * interleave;
+  return static_cast<int32_t>(cycles * interleave + std::clamp<int64_t>(rest, 0, interleave));
+}
 
 /// How many tokens of the span [begin, end) live on the shard's rank: a difference of two prefix
 /// lengths, right for any begin.

@@ -11,75 +11,6 @@ namespace mla {
 // The block is a vector of bytes; its arrays are aligned to 16.
 static_assert(__STDCPP_DEFAULT_NEW_ALIGNMENT__ >= 16);
 
-std::string_view schedule_name(Schedule schedule) {
-  switch (schedule) {
-    case Schedule::kPacked:
-      return "packed";
-    case Schedule::kUniform:
-      return "uniform";
-    case Schedule::kFixed:
-      return "fixed";
-  }
-  throw_error(ErrorCode::kInvalidArgument, "unknown schedule {}", static_cast<int>(schedule));
-}
-
-Schedule find_schedule(std::string_view name) {
-  for (Schedule schedule : {Schedule::kPacked, Schedule::kUniform, Schedule::kFixed}) {
-    if (schedule_name(schedule) == name) return schedule;
-  }
-  throw_error(ErrorCode::kInvalidArgument, "unknown schedule '{}'; known: packed, uniform, fixed",
-              name);
-}
-
-std::string_view path_name(Path path) { return path == Path::kExpand ? "expand" : "absorb"; }
-
-PathPolicy find_path_policy(std::string_view name) {
-  if (name == "auto") return PathPolicy::kAuto;
-  if (name == "expand") return PathPolicy::kExpand;
-  if (name == "absorb") return PathPolicy::kAbsorb;
-  throw_error(ErrorCode::kInvalidArgument, "unknown path '{}'; known: auto, expand, absorb", name);
-}
-
-Path cheaper_path(const ModelDims& dims, int32_t query_len, int32_t context_len) {
-  // Multiply-adds of one head; in double, since the products pass 2^63.
-  const double q = query_len;
-  const double k = context_len;
-  const double projection = double(dims.kv_lora_rank) * dims.kv_head_dim();
-  const double expand = k * projection + q * k * (dims.qk_head_dim() + dims.v_head_dim);
-  const double absorb = q * projection + q * k * (dims.latent_dim() + dims.kv_lora_rank);
-  return absorb < expand ? Path::kAbsorb : Path::kExpand;
-}
-
-void validate_plan_config(const PlanConfig& config) {
-  validate_dims(config.dims);
-  validate_shard(config.shard);
-  if (config.page_size < 1) {
-    throw_error(ErrorCode::kInvalidArgument, "page_size is {}, at least 1 is needed",
-                config.page_size);
-  }
-  if (config.workspace_tokens < config.page_size) {
-    throw_error(ErrorCode::kInvalidArgument,
-                "workspace_tokens is {}; one page, {} tokens, is its least",
-                config.workspace_tokens, config.page_size);
-  }
-  if (config.split_tokens < 0 || config.split_tokens % config.page_size != 0 ||
-      config.split_tokens > config.workspace_tokens) {
-    throw_error(ErrorCode::kInvalidArgument,
-                "split_tokens is {}; it must be a multiple of the page size {} up to "
-                "workspace_tokens {}",
-                config.split_tokens, config.page_size, config.workspace_tokens);
-  }
-  schedule_name(config.schedule);
-}
-
-int32_t effective_split_tokens(const PlanConfig& config) {
-  if (config.split_tokens > 0) return config.split_tokens;
-  constexpr int32_t kDefaultSplit = 4096;
-  const int32_t most = std::min(config.workspace_tokens, kDefaultSplit);
-  // A page above the default is the least there is; W holds one.
-  return std::max(most - most % config.page_size, config.page_size);
-}
-
 /// Fills a StepPlan; the steps of build() are its methods, top to bottom.
 class PlanBuilder {
  public:
@@ -99,7 +30,7 @@ class PlanBuilder {
     plan_.chunks_.clear();
     plan_.pieces_.clear();
     plan_.passes_.clear();
-    plan_.block_.clear();
+    plan_.block_size_ = 0;
     plan_.query_start_loc_ = {};
     plan_.context_start_loc_ = {};
     plan_.block_table_ = {};
@@ -135,19 +66,29 @@ class PlanBuilder {
     return class_.enabled() ? class_.max_requests : num_requests();
   }
 
-  /// Appends an array of `capacity` zeros to the block; `size` of them are in use.
+  /// Appends an array to the block. The caller writes its first `size` elements; those from there
+  /// to `capacity` are zero.
   template <typename T>
   BlockArray<T> add_array(int64_t size, int64_t capacity) {
     constexpr size_t kAlignment = 16;
-    const size_t offset = (plan_.block_.size() + kAlignment - 1) / kAlignment * kAlignment;
-    const size_t end = offset + static_cast<size_t>(capacity) * sizeof(T);
     constexpr size_t kMaxBytes = std::numeric_limits<uint32_t>::max();
+    const size_t offset = (plan_.block_size_ + kAlignment - 1) / kAlignment * kAlignment;
+    const size_t used_end = offset + static_cast<size_t>(size) * sizeof(T);
+    const size_t end = offset + static_cast<size_t>(capacity) * sizeof(T);
     if (end > kMaxBytes) {
       throw_error(ErrorCode::kInvalidArgument,
                   "the plan's block needs {} bytes or more, the limit is {}", end, kMaxBytes);
     }
-    plan_.block_.resize(end);
+    if (end > plan_.block_.size()) plan_.block_.resize(end);
+    std::byte* const block = plan_.block_.data();
+    std::fill(block + plan_.block_size_, block + offset, std::byte{0});
+    std::fill(block + used_end, block + end, std::byte{0});
+    plan_.block_size_ = end;
     return {static_cast<uint32_t>(offset), static_cast<int32_t>(size)};
+  }
+  template <typename T>
+  BlockArray<T> add_array(int64_t size) {
+    return add_array<T>(size, size);
   }
 
   /// The array's address until the block next grows.
@@ -179,6 +120,14 @@ class PlanBuilder {
     if (class_.enabled() && config_.path != PathPolicy::kExpand) {
       throw_error(ErrorCode::kUnsupported, "a shape class plans the expand path only");
     }
+    // Pieces of new tokens stand at fixed rows in a class, which cuts inside requests would move.
+    if (class_.enabled() && config_.schedule == Schedule::kFixed &&
+        tokens > effective_split_tokens(config_)) {
+      throw_error(ErrorCode::kUnsupported,
+                  "the shape class is for {} new tokens; with the fixed schedule at most "
+                  "split_tokens, {}, are served",
+                  tokens, effective_split_tokens(config_));
+    }
   }
 
   void validate_table(const HostBlockTable& table) {
@@ -205,11 +154,12 @@ class PlanBuilder {
     }
     plan_.num_requests_ = r;
     plan_.num_query_tokens_ = batch_.num_query_tokens();
-    const int32_t entries = class_.enabled() ? class_.max_requests + 2 : r + 1;
+    const int64_t entries = class_.enabled() ? int64_t{class_.max_requests} + 2 : r + 1;
     plan_.query_start_loc_ = add_array<int32_t>(r + 1, entries);
     plan_.context_start_loc_ = add_array<int32_t>(r + 1, entries);
     int32_t* query_start_loc = data(plan_.query_start_loc_);
     int32_t* context_start_loc = data(plan_.context_start_loc_);
+    query_start_loc[0] = context_start_loc[0] = 0;
     for (int32_t i = 0; i < r; ++i) {
       query_start_loc[i + 1] = batch_.query_start_loc[i + 1];
       context_start_loc[i + 1] =
@@ -230,9 +180,10 @@ class PlanBuilder {
     }
     if (table == nullptr && !class_.enabled()) return;
     plan_.block_table_stride_ = static_cast<int32_t>(stride);
-    plan_.block_table_ = add_array<int32_t>(table == nullptr ? 0 : num_requests() * stride,
-                                            request_capacity() * stride);
-    if (table == nullptr || max_used_pages_ == 0) return;
+    plan_.block_table_ = add_array<int32_t>(0, request_capacity() * stride);
+    if (table == nullptr) return;
+    plan_.block_table_.size = static_cast<int32_t>(num_requests() * stride);
+    if (max_used_pages_ == 0) return;
     int32_t* rows = data(plan_.block_table_);
     for (int32_t i = 0; i < num_requests(); ++i) {
       std::copy_n(table->data + i * table->row_stride, used_pages(i), rows + i * stride);
@@ -249,9 +200,12 @@ class PlanBuilder {
     plan_.context_lens_.resize(static_cast<size_t>(num_requests()));
     for (int32_t r = 0; r < num_requests(); ++r) plan_.paths_[r] = path_of(r);
     for (Path path : {Path::kExpand, Path::kAbsorb}) {
+      bool none = true;
       for (int32_t r = 0; r < num_requests(); ++r) {
         plan_.context_lens_[r] = plan_.paths_[r] == path ? batch_.context_lens[r] : 0;
+        none &= plan_.context_lens_[r] == 0;
       }
+      if (none) continue;
       plan_.cuts_.clear();
       cut_contexts(config_, plan_.context_lens_, plan_.cuts_);
       if (class_.enabled()) {
@@ -277,8 +231,8 @@ class PlanBuilder {
                 static_cast<int>(config_.path));
   }
 
-  /// A chunk over [begin, end) with its arrays allocated and zero.
-  Chunk& add_empty_chunk(int32_t begin, int32_t end, int64_t num_items) {
+  /// A chunk over [begin, end) whose arrays the caller writes.
+  Chunk& add_chunk_arrays(int32_t begin, int32_t end, int64_t num_items) {
     const int32_t n = end - begin;
     const int64_t capacity = class_.enabled() ? class_.max_requests : n;
     Chunk& chunk = plan_.chunks_.emplace_back();
@@ -287,9 +241,9 @@ class PlanBuilder {
     chunk.starts = add_array<int32_t>(n, capacity);
     chunk.seq_lens = add_array<int32_t>(n, capacity);
     chunk.cu_seq_lens = add_array<int32_t>(n + 1, capacity + 1);
+    chunk.counts = add_array<ChunkCounts>(1);
     chunk.items =
         add_array<AttentionItem>(num_items, class_.enabled() ? class_.max_requests : num_items);
-    chunk.counts = add_array<ChunkCounts>(1, 1);
     return chunk;
   }
 
@@ -300,64 +254,88 @@ class PlanBuilder {
                      static_cast<size_t>(cut.span_end - cut.span_begin));
     const int32_t begin = class_.enabled() ? 0 : cut.request_begin;
     const int32_t end = class_.enabled() ? num_requests() : cut.request_end;
+    const int32_t n = end - begin;
 
-    int64_t num_items = 0;
-    for (const Span& span : spans) num_items += items_of(span, path);
-
-    Chunk& chunk = add_empty_chunk(begin, end, num_items);
+    int64_t most_items = 0;
+    for (const Span& span : spans) most_items += items_of(span.request, path);
+    Chunk& chunk = add_chunk_arrays(begin, end, most_items);
     ++plan_.num_chunks_;
     chunk.path = path;
     chunk.pass_begin = chunk.pass_end = static_cast<int32_t>(plan_.passes_.size());
     chunk.token_begin = batch_.query_start_loc[begin];
     chunk.token_end = batch_.query_start_loc[end];
 
-    int32_t* starts = data(chunk.starts);
-    int32_t* seq_lens = data(chunk.seq_lens);
+    int32_t* const starts = data(chunk.starts);
+    int32_t* const seq_lens = data(chunk.seq_lens);
+    int32_t* const cu_seq_lens = data(chunk.cu_seq_lens);
+    AttentionItem* const items = data(chunk.items);
+    AttentionItem* item = items;
+    const ContextShard shard = config_.shard;
+    int32_t j = 0;
+    int32_t rows = 0;
+    int32_t longest = 0;
+    bool some_empty = false;
+    const auto append = [&](int32_t start, int32_t length) {
+      starts[j] = start;
+      seq_lens[j] = length;
+      cu_seq_lens[j] = rows;
+      rows += length;
+      longest = std::max(longest, length);
+      some_empty |= length == 0;
+      ++j;
+    };
     for (const Span& span : spans) {
-      starts[span.request - begin] = local_length(span.begin, config_.shard);
-      seq_lens[span.request - begin] = local_span_length(span.begin, span.end, config_.shard);
+      while (begin + j < span.request) append(0, 0);
+      const int32_t start = local_length(span.begin, shard);
+      const int32_t length = local_length(span.end, shard) - start;
+      if (length > 0) item = write_items(chunk, span.request, rows, length, item);
+      append(start, length);
     }
-
-    int32_t* cu_seq_lens = data(chunk.cu_seq_lens);
-    AttentionItem* item = data(chunk.items);
-    for (int32_t j = 0; j < end - begin; ++j) {
-      cu_seq_lens[j + 1] = cu_seq_lens[j] + seq_lens[j];
-      chunk.max_seq_len = std::max(chunk.max_seq_len, seq_lens[j]);
-      chunk.has_empty_context |= seq_lens[j] == 0;
-      if (seq_lens[j] > 0) item = write_items(chunk, begin + j, cu_seq_lens[j], seq_lens[j], item);
-    }
-    chunk.seq_tot = cu_seq_lens[end - begin];
-    std::fill(cu_seq_lens + (end - begin),
-              cu_seq_lens + (class_.enabled() ? class_.max_requests + 1 : end - begin + 1),
-              chunk.seq_tot);
-    *data(chunk.counts) = {end - begin, chunk.seq_tot, chunk.items.size, 0};
+    while (j < n) append(0, 0);
+    std::fill(cu_seq_lens + n, cu_seq_lens + (class_.enabled() ? class_.max_requests : n) + 1,
+              rows);
+    chunk.seq_tot = rows;
+    chunk.max_seq_len = longest;
+    chunk.has_empty_context = some_empty;
+    set_num_items(chunk, item - items, most_items);
+    *data(chunk.counts) = {n, rows, chunk.items.size, 0};
   }
 
-  /// Query rows that one item of the path takes at most.
-  int32_t item_rows(Path path, int32_t query_len) const {
-    return path == Path::kAbsorb ? std::min(query_len, kAbsorbRows) : query_len;
+  /// Gives back what a chunk's items, the last array of the block so far, were allotted too much.
+  void set_num_items(Chunk& chunk, int64_t num_items, int64_t allotted) {
+    chunk.items.size = static_cast<int32_t>(num_items);
+    if (class_.enabled()) {
+      AttentionItem* const items = data(chunk.items);
+      std::fill(items + num_items, items + allotted, AttentionItem{0, 0, 0, 0, 0, 0});
+    } else {
+      plan_.block_size_ =
+          chunk.items.offset + static_cast<size_t>(num_items) * sizeof(AttentionItem);
+    }
   }
 
-  int64_t items_of(const Span& span, Path path) const {
-    const int32_t q = batch_.query_len(span.request);
-    if (q == 0 || local_span_length(span.begin, span.end, config_.shard) == 0) return 0;
-    const int32_t rows = item_rows(path, q);
-    return (int64_t{q} + rows - 1) / rows;
+  /// Items of a request in a chunk that has keys for it.
+  int64_t items_of(int32_t r, Path path) const {
+    if (path == Path::kExpand) return 1;
+    return (int64_t{batch_.query_len(r)} + kAbsorbRows - 1) / kAbsorbRows;
   }
 
   AttentionItem* write_items(Chunk& chunk, int32_t r, int32_t k_begin, int32_t k_len,
                              AttentionItem* item) {
+    const int32_t q_begin = batch_.query_start_loc[r];
     const int32_t q_len = batch_.query_len(r);
     if (q_len == 0) return item;
-    const int32_t rows = item_rows(chunk.path, q_len);
-    for (int64_t first = 0; first < q_len; first += rows) {
-      const auto q_begin = static_cast<int32_t>(batch_.query_start_loc[r] + first);
-      const auto n = static_cast<int32_t>(std::min<int64_t>(rows, q_len - first));
-      const int32_t row =
-          chunk.path == Path::kAbsorb ? q_begin - pass_of(chunk, item, q_begin, n) : q_begin;
-      *item++ = {row, n, k_begin, k_len, kUnmasked, row};
+    if (chunk.path == Path::kExpand) {
+      chunk.max_query_len = std::max(chunk.max_query_len, q_len);
+      *item++ = {q_begin, q_len, k_begin, k_len, kUnmasked, q_begin};
+      return item;
     }
-    chunk.max_query_len = std::max(chunk.max_query_len, rows);
+    for (int64_t first = 0; first < q_len; first += kAbsorbRows) {
+      const auto begin = static_cast<int32_t>(q_begin + first);
+      const auto n = static_cast<int32_t>(std::min<int64_t>(kAbsorbRows, q_len - first));
+      const int32_t row = begin - pass_of(chunk, item, begin, n);
+      *item++ = {row, n, k_begin, k_len, kUnmasked, row};
+      chunk.max_query_len = std::max(chunk.max_query_len, n);
+    }
     return item;
   }
 
@@ -381,17 +359,21 @@ class PlanBuilder {
 
   void add_chunk_slots() {
     while (plan_.chunks_.size() < static_cast<size_t>(class_.max_chunks)) {
-      add_empty_chunk(0, num_requests(), 0);
+      const size_t begin = plan_.block_size_;
+      add_chunk_arrays(0, num_requests(), 0);
+      std::byte* const block = plan_.block_.data();
+      std::fill(block + begin, block + plan_.block_size_, std::byte{0});
     }
   }
 
-  /// One request at most continues after a piece, since rows are contiguous.
-  NewTokenPiece& add_empty_piece(int64_t num_items) {
+  /// A piece whose final items and counts the caller writes. One request at most continues after
+  /// it, since rows are contiguous.
+  NewTokenPiece& add_piece_arrays(int64_t num_items) {
     NewTokenPiece& piece = plan_.pieces_.emplace_back();
     piece.carried_items = add_array<AttentionItem>(0, 1);
     piece.final_items =
         add_array<AttentionItem>(num_items, class_.enabled() ? class_.max_requests : num_items);
-    piece.counts = add_array<ChunkCounts>(1, 1);
+    piece.counts = add_array<ChunkCounts>(1);
     return piece;
   }
 
@@ -403,7 +385,7 @@ class PlanBuilder {
   }
 
   void add_piece(const ChunkCut& cut) {
-    NewTokenPiece& piece = add_empty_piece(cut.span_end - cut.span_begin);
+    NewTokenPiece& piece = add_piece_arrays(cut.span_end - cut.span_begin);
     ++plan_.num_pieces_;
     const auto row = [&](int32_t r, int32_t position) {
       return batch_.query_start_loc[r] + position;
@@ -435,18 +417,13 @@ class PlanBuilder {
                            piece.carried_items.size, piece.final_items.size};
   }
 
-  /// An upper bound of the pieces of a step of the class: a piece ends where it is full (two
-  /// neighbours hold more than W rows) or, with kFixed, at a cut of one request.
-  int64_t class_pieces() const {
-    const int64_t rows = class_.max_query_tokens;
-    const int64_t w = config_.workspace_tokens;
-    if (config_.schedule != Schedule::kFixed) return (rows + w - 1) / w;
-    return rows == 0 ? 0 : 1 + 2 * rows / w + rows / effective_split_tokens(config_);
-  }
-
   void add_piece_slots() {
     if (!class_.enabled()) return;
-    while (static_cast<int64_t>(plan_.pieces_.size()) < class_pieces()) add_empty_piece(0);
+    const int64_t w = config_.workspace_tokens;
+    const int64_t slots = (class_.max_query_tokens + w - 1) / w;  // all but the last piece are full
+    while (static_cast<int64_t>(plan_.pieces_.size()) < slots) {
+      *data(add_piece_arrays(0).counts) = {};
+    }
   }
 
   /// FNV-1a (Fowler, Noll, Vo), taking 32 bits at a time.

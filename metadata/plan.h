@@ -172,7 +172,7 @@ class StepPlan {
 
   /// The block: 16-byte aligned host memory; its layout depends on the shape class alone where
   /// there is one. Block offsets of arrays are multiples of 16.
-  std::span<const std::byte> block() const { return block_; }
+  std::span<const std::byte> block() const { return {block_.data(), block_size_}; }
   template <typename T>
   std::span<const T> host(BlockArray<T> array) const {
     return {reinterpret_cast<const T*>(block_.data() + array.offset),
@@ -197,7 +197,8 @@ class StepPlan {
   std::vector<Chunk> chunks_;
   std::vector<NewTokenPiece> pieces_;
   std::vector<AbsorbPass> passes_;
-  std::vector<std::byte> block_;
+  std::vector<std::byte> block_;  // never shrinks, so that growing back into it clears nothing
+  size_t block_size_ = 0;
   BlockArray<int32_t> query_start_loc_;
   BlockArray<int32_t> context_start_loc_;
   BlockArray<int32_t> block_table_;
@@ -224,8 +225,8 @@ void validate_plan_config(const PlanConfig& config);
 int32_t effective_split_tokens(const PlanConfig& config);
 
 /// Checks config and batch, then fills `plan`. `table`, where given, is copied into the block
-/// (its used part; ids are checked by validate_block_table, not here). Linear in requests +
-/// chunks (+ R * chunks for kUniform, whose arrays have that size). Throws kInvalidArgument, also
+/// (its used part; ids are checked by validate_block_table, not here). Linear in requests, spans
+/// and the chunks' arrays. Throws kInvalidArgument, also
 /// for a plan outside `shape_class`, naming the capacity; `plan` is then empty. No allocation once
 /// `plan` has grown.
 void build_plan(const PlanConfig& config, const Batch& batch, const HostBlockTable* table,

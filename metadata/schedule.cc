@@ -74,28 +74,30 @@ void cut_evenly(const PlanConfig& config, std::span<const int32_t> lengths, int3
                 bool keep_range, ScheduleCuts& cuts) {
   const auto num_requests = static_cast<int32_t>(lengths.size());
   ChunkWriter chunk(cuts);
+  std::vector<int32_t>& group = cuts.unfinished;
   int32_t r = 0;
-  while (true) {
-    while (r < num_requests && lengths[r] == 0) ++r;
-    if (r == num_requests) return;
-
-    const int32_t group_begin = r;
-    int32_t group_end = r;  // past its last request with context
-    int32_t longest = 0;
+  while (r < num_requests) {
+    group.clear();
     int64_t rows = 0;
     for (; r < num_requests; ++r) {
       if (lengths[r] == 0) continue;
       rows += most_local_rows(std::min(lengths[r], step), config.shard);
       if (rows > config.workspace_tokens) break;
-      longest = std::max(longest, lengths[r]);
-      group_end = r + 1;
+      group.push_back(r);
     }
-    for (int64_t begin = 0; begin < longest; begin += step) {
-      for (int32_t i = group_begin; i < group_end; ++i) {
-        if (lengths[i] <= begin) continue;
-        const auto end = static_cast<int32_t>(std::min<int64_t>(begin + step, lengths[i]));
-        chunk.add({i, static_cast<int32_t>(begin), end});
+    if (group.empty()) return;  // the rest has no context: a step of one request always fits
+
+    const int32_t group_begin = group.front();
+    const int32_t group_end = group.back() + 1;
+    for (int64_t position = 0; !group.empty(); position += step) {
+      const auto begin = static_cast<int32_t>(position);
+      size_t unfinished = 0;
+      for (const int32_t i : group) {
+        const int32_t rest = lengths[i] - begin;
+        chunk.add({i, begin, begin + std::min(rest, step)});
+        if (rest > step) group[unfinished++] = i;
       }
+      group.resize(unfinished);
       keep_range ? chunk.close(group_begin, group_end) : chunk.close();
     }
   }

@@ -33,6 +33,7 @@ struct ChunkCut {
 struct ScheduleCuts {
   std::vector<Span> spans;
   std::vector<ChunkCut> chunks;
+  std::vector<int32_t> unfinished;  // working memory: requests with rows still to cut
 
   void clear() {
     spans.clear();
