@@ -24,9 +24,10 @@ struct ScheduledItem {
 /// The work of one launch, in scratch memory: made by prepare_tiles, handed out by next_tile. Items
 /// stand in the order they are worked on, those with the longest tiles first.
 struct TileList {
-  uint64_t* next_tile = nullptr;   // [1]
+  int32_t* next_tile = nullptr;    // [1]
   int32_t* num_items = nullptr;    // [1]
-  int64_t* first_tile = nullptr;   // [num_items + 1] tiles before the item; the last is the total
+  int32_t* first_tile = nullptr;   // [num_items + 1] tiles before the item; the last is the total.
+                                   // Fits: each tile has output rows of its own in memory.
   ScheduledItem* items = nullptr;  // [num_items]
 
   int32_t max_partials = 0;

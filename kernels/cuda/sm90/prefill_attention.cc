@@ -51,7 +51,7 @@ struct ScratchLayout {
     const size_t n = static_cast<size_t>(items);
     const size_t p = static_cast<size_t>(partials);
     first_tile = kScratchAlignment;  // after the two counters
-    scheduled_items = first_tile + align_up((n + 1) * sizeof(int64_t));
+    scheduled_items = first_tile + align_up((n + 1) * sizeof(int32_t));
     arrivals = scheduled_items + align_up(n * sizeof(ScheduledItem));
     partial_lse = arrivals + align_up(p * kConsumerWarps * sizeof(uint32_t));
     partial_out = partial_lse + align_up(p * kQueryRows * sizeof(float));
@@ -75,9 +75,9 @@ TileList tile_list(std::span<std::byte> scratch, int64_t items, int32_t v_dim) {
   list.max_partials = partials_in(scratch.size(), items, v_dim);
   const ScratchLayout layout(items, list.max_partials, v_dim);
   std::byte* const base = scratch.data();
-  list.next_tile = reinterpret_cast<uint64_t*>(base);
-  list.num_items = reinterpret_cast<int32_t*>(base + sizeof(uint64_t));
-  list.first_tile = reinterpret_cast<int64_t*>(base + layout.first_tile);
+  list.next_tile = reinterpret_cast<int32_t*>(base);
+  list.num_items = list.next_tile + 1;
+  list.first_tile = reinterpret_cast<int32_t*>(base + layout.first_tile);
   list.items = reinterpret_cast<ScheduledItem*>(base + layout.scheduled_items);
   list.arrivals = reinterpret_cast<uint32_t*>(base + layout.arrivals);
   list.partial_lse = reinterpret_cast<float*>(base + layout.partial_lse);
@@ -156,7 +156,7 @@ void prefill_attention(const PrefillAttentionParams& p, std::span<std::byte> scr
 
   PrefillKernelArgs args;
   args.q = encode(head_rows_spec(p.q, p.qk_nope_head_dim + p.qk_rope_head_dim, p.num_heads,
-                                 p.q_rows, kQueryRows));
+                                 p.q_rows, kWarpgroupRows));
   if (p.k_rows > 0) {  // else no item has keys, and the maps are never used
     args.k_nope = encode(head_rows_spec(p.k_nope, p.qk_nope_head_dim, p.num_heads, p.k_rows,
                                         variant->key_rows));

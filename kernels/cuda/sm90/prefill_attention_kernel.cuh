@@ -29,7 +29,7 @@ constexpr int kConsumerBarrier = 1;  // named barrier of all consumers; 0 is __s
 
 /// Barriers and tile slots, at kControlOffset.
 struct Control {
-  uint64_t q_full, q_empty;
+  uint64_t q_full[2], q_empty[2];  // one a consumer warpgroup, which reads its own rows alone
   uint64_t k_full[2], k_empty[2];
   uint64_t v_full[2], v_empty[2];
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
@@ -52,7 +52,9 @@ struct SharedMemory {
   uint32_t base;
   Control* control;
 
-  __device__ uint32_t q() const { return base + Config::kQueryOffset; }
+  __device__ uint32_t q(int warpgroup) const {
+    return base + Config::kQueryOffset + warpgroup * Config::kQueryBytes;
+  }
   __device__ uint32_t k(uint32_t stage) const {
     return base + Config::kKeyOffset + stage * Config::kKeyBytes;
   }
@@ -80,19 +82,27 @@ class Producer {
   __device__ void run() {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     Control& control = *shared_.control;
+    TileLocator<Config> locator(args_.tiles, args_.num_heads, lane);
     RingPosition slot;
-    uint64_t tile = blockIdx.x;
+    int32_t tile = static_cast<int32_t>(blockIdx.x);
     for (;;) {
-      uint64_t next = 0;
-      if (lane == 0) next = atomicAdd(reinterpret_cast<unsigned long long*>(args_.tiles.next_tile), 1);
-      const TileWork work = locate_tile<Config>(args_.tiles, args_.num_heads, tile, lane);
+      if (!locator.contains(tile)) {
+        if (lane == 0) {
+          barrier_wait(shared_address(&control.tile_empty[slot.stage]), slot.parity ^ 1);
+          control.tile[slot.stage].rows = 0;
+          barrier_arrive(shared_address(&control.tile_full[slot.stage]));
+        }
+        return;
+      }
+      int32_t next = 0;
+      if (lane == 0) next = atomicAdd(args_.tiles.next_tile, 1);
+      const TileWork work = locator.locate(tile);
       if (lane == 0) {
         barrier_wait(shared_address(&control.tile_empty[slot.stage]), slot.parity ^ 1);
         control.tile[slot.stage] = work;
         barrier_arrive(shared_address(&control.tile_full[slot.stage]));
         if (work.block_begin < work.block_end) load_tile(work);
       }
-      if (work.rows == 0) return;
       slot.step();
       tile = __shfl_sync(~0u, next, 0);
     }
@@ -113,14 +123,21 @@ class Producer {
   }
 
   __device__ __forceinline__ void load_queries(const TileWork& work) {
-    const uint32_t full = shared_address(&shared_.control->q_full);
-    barrier_wait(shared_address(&shared_.control->q_empty), q_parity_ ^ 1);
-    q_parity_ ^= 1;
-    barrier_arrive_expect(full, Config::kQueryBytes);
 #pragma unroll
-    for (int panel = 0; panel < Config::kQkDim / kPanelColumns; ++panel) {
-      load_box(shared_.q() + panel * Config::kQueryPanelBytes, &args_.q, panel * kPanelColumns,
-               work.head * args_.q_head_step, work.q_row, full, policy_evict_first());
+    for (int warpgroup = 0; warpgroup < Config::kConsumerWarpgroups; ++warpgroup) {
+      const int row = warpgroup * kWarpgroupRows;
+      if (row >= work.rows) return;
+      const uint32_t full = shared_address(&shared_.control->q_full[warpgroup]);
+      barrier_wait(shared_address(&shared_.control->q_empty[warpgroup]),
+                   q_parity_[warpgroup] ^ 1);
+      q_parity_[warpgroup] ^= 1;
+      barrier_arrive_expect(full, Config::kQueryBytes);
+#pragma unroll
+      for (int panel = 0; panel < Config::kQkDim / kPanelColumns; ++panel) {
+        load_box(shared_.q(warpgroup) + panel * Config::kQueryPanelBytes, &args_.q,
+                 panel * kPanelColumns, work.head * args_.q_head_step, work.q_row + row, full,
+                 policy_evict_first());
+      }
     }
   }
 
@@ -161,7 +178,7 @@ class Producer {
   const PrefillKernelArgs& args_;
   const SharedMemory<Config> shared_;
   RingPosition k_, v_;
-  uint32_t q_parity_ = 0;
+  uint32_t q_parity_[Config::kConsumerWarpgroups] = {};
 };
 
 // ---- consumers -------------------------------------------------------------------------------
@@ -242,9 +259,9 @@ class Consumer {
         shared_(shared),
         control_(*shared.control),
         lane_(static_cast<int>(threadIdx.x) % 32),
-        row_(64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane_ / 4),
+        row_(kWarpgroupRows * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane_ / 4),
         scale_(args.softmax_scale * 1.44269504f),
-        q_address_(shared.q() + warpgroup * 64 * kPanelRowBytes) {}
+        warpgroup_(warpgroup) {}
 
   __device__ void run() {
     RingPosition slot;
@@ -253,7 +270,7 @@ class Consumer {
       // Read where needed, since registers are dear.
       const TileWork& work = control_.tile[slot.stage];
       const int32_t rows = work.rows;
-      if (rows > static_cast<int32_t>(uniform(row_ & ~63))) {
+      if (rows > kWarpgroupRows * warpgroup_) {
         attend(work);
         store(work);
       } else if (rows > 0) {
@@ -282,24 +299,24 @@ class Consumer {
     for (int i = 0; i < kOutputs; ++i) o_[i] = 0.0f;
     if (work.block_begin == work.block_end) return;
 
-    barrier_wait(shared_address(&control_.q_full), q_parity_);
+    barrier_wait(shared_address(&control_.q_full[warpgroup_]), q_parity_);
     q_parity_ ^= 1;
+    const int32_t begin = work.block_begin;
     int32_t block = work.block_end - 1;
     start_scores();
     wgmma_wait<0>();
     pin_registers(s_);
     release_keys();
+    if (block == begin) release(&control_.q_empty[warpgroup_]);
     mask_scores(work, block);
     softmax_.apply(s_, scale_);
     pack_powers();
     clear_value_tail(work);
 
-    const int32_t begin = work.block_begin;
     const int32_t masked_end = max(full_key_blocks<Config>(work.limit, work.k_len), begin);
-    for (--block; block >= masked_end; --block) step<true>(work, block);
-    for (; block >= begin; --block) step<false>(work, block);
+    for (--block; block >= masked_end; --block) step<true>(work, block, begin);
+    for (; block >= begin; --block) step<false>(work, block, begin);
 
-    release(&control_.q_empty);
     start_output();
     wgmma_wait<0>();
     pin_registers(o_);
@@ -309,9 +326,6 @@ class Consumer {
   /// What attend does to the barriers, for a warpgroup without valid rows.
   __device__ __forceinline__ void skip(const TileWork& work) {
     if (work.block_begin == work.block_end) return;
-    barrier_wait(shared_address(&control_.q_full), q_parity_);
-    q_parity_ ^= 1;
-    release(&control_.q_empty);
     for (int32_t block = work.block_end; block > work.block_begin; --block) {
       wait_for_keys();
       release_keys();
@@ -321,14 +335,16 @@ class Consumer {
     }
   }
 
-  /// Scores and softmax of `block`, beside the output of the block before.
+  /// Scores and softmax of `block`, beside the output of the block before. Block `begin` is the
+  /// last to need Q.
   template <bool kMasked>
-  __device__ __forceinline__ void step(const TileWork& work, int32_t block) {
+  __device__ __forceinline__ void step(const TileWork& work, int32_t block, int32_t begin) {
     start_scores();
     start_output();
     wgmma_wait<1>();
     pin_registers(s_);
     release_keys();
+    if (block == begin) release(&control_.q_empty[warpgroup_]);
     if constexpr (kMasked) mask_scores(work, block);
     // The branch needs every power, so that the compiler leaves them before the wait, beside the
     // product, instead of behind it.
@@ -350,7 +366,7 @@ class Consumer {
 
   __device__ __forceinline__ void start_scores() {
     wait_for_keys();
-    const uint64_t q = matrix_descriptor(uniform(q_address_), 16, 8 * kPanelRowBytes);
+    const uint64_t q = matrix_descriptor(shared_.q(uniform(warpgroup_)), 16, 8 * kPanelRowBytes);
     const uint64_t k = matrix_descriptor(shared_.k(uniform(k_.stage)), 16, 8 * kPanelRowBytes);
     pin_registers(s_);
     wgmma_fence();
@@ -548,36 +564,57 @@ class Consumer {
 
   /// Counts this warp's split of the tile as done. The last one sees what all have written.
   __device__ __forceinline__ bool last_to_arrive(const TileWork& work) {
-    __threadfence();
     __syncwarp();
     uint32_t before = 0;
     if (lane_ == 0) {
-      before = atomicAdd(&args_.tiles.arrivals[work.partial * kConsumerWarps + row_ / 16], 1u);
+      before = count_arrival(&args_.tiles.arrivals[work.partial * kConsumerWarps + row_ / 16]);
     }
-    before = uniform(before);
-    __threadfence();
-    return before == static_cast<uint32_t>(work.splits) - 1;
+    return uniform(before) == static_cast<uint32_t>(work.splits) - 1;
   }
 
-  /// Puts the splits' partials together, in their order whoever arrives last.
+  /// Puts the splits' partials together, in their order whoever arrives last. Of a row's splits,
+  /// each lane of a quad weighs every fourth.
   __device__ __forceinline__ void merge_partials(const TileWork& work, float (&lse)[2]) {
+    constexpr int kShare = kMaxSplits / 4;
+    float weights[2][kShare];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float most = -INFINITY;
-      for (int32_t split = 0; split < work.splits; ++split) {
-        most = fmaxf(most, __ldcg(&args_.tiles.partial_lse[partial_row(work, split, r)]));
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) {
+        const int32_t split = 4 * i + lane_ % 4;
+        weights[r][i] = split < work.splits
+                            ? __ldcg(&args_.tiles.partial_lse[partial_row(work, split, r)])
+                            : -INFINITY;
+        most = fmaxf(most, weights[r][i]);
       }
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
       const float offset = most == -INFINITY ? 0.0f : most;
       float sum = 0.0f;
-      scale_row(r, 0.0f);
-      for (int32_t split = 0; split < work.splits; ++split) {
-        const int64_t row = partial_row(work, split, r);
-        const float weight = expf(__ldcg(&args_.tiles.partial_lse[row]) - offset);
-        sum += weight;
-        if (weight != 0.0f) add_row(r, weight, args_.tiles.partial_out + row * Config::kValueDim);
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) {
+        weights[r][i] = expf(weights[r][i] - offset);
+        sum += weights[r][i];
       }
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
       lse[r] = sum == 0.0f ? -INFINITY : offset + logf(sum);
-      scale_row(r, sum == 0.0f ? 0.0f : 1.0f / sum);
+      const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) weights[r][i] *= factor;
+      scale_row(r, 0.0f);
+    }
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+#pragma unroll 1
+      for (int32_t split = 4 * i; split < min(4 * i + 4, work.splits); ++split) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          add_row(r, __shfl_sync(~0u, weights[r][i], lane_ / 4 * 4 + split % 4),
+                  args_.tiles.partial_out + partial_row(work, split, r) * Config::kValueDim);
+        }
+      }
     }
   }
 
@@ -622,7 +659,7 @@ class Consumer {
   const int lane_;
   const int row_;  // of the tile; the thread also holds row_ + 8
   const float scale_;
-  const uint32_t q_address_;  // of the warpgroup's rows
+  const int warpgroup_;
   RingPosition k_, v_;
   uint32_t q_parity_ = 0;
 
@@ -637,11 +674,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prefill_attention_kernel(const __grid_constant__ PrefillKernelArgs args) {
   const SharedMemory<Config> shared = shared_memory<Config>();
   if (threadIdx.x == 0) {
-    constexpr uint32_t kConsumerWarps = 4 * Config::kConsumerWarpgroups;
     Control& control = *shared.control;
-    barrier_init(shared_address(&control.q_full), 1);
-    barrier_init(shared_address(&control.q_empty), kConsumerWarps);
     for (int i = 0; i < 2; ++i) {
+      barrier_init(shared_address(&control.q_full[i]), 1);
+      barrier_init(shared_address(&control.q_empty[i]), kConsumerWarps / 2);
       barrier_init(shared_address(&control.k_full[i]), 1);
       barrier_init(shared_address(&control.k_empty[i]), kConsumerWarps);
       barrier_init(shared_address(&control.v_full[i]), 1);

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) prepare_tiles_kernel(const PrepareTi
     int64_t first_tile = tiles * scheduled.splits;
     Scan(scan).ExclusiveSum(first_tile, first_tile, sum);
     if (i < n) {
-      args.tiles.first_tile[i] = tiles_before + first_tile;
+      args.tiles.first_tile[i] = static_cast<int32_t>(tiles_before + first_tile);
       args.tiles.items[i] = scheduled;
     }
     tiles_before += sum;
@@ -89,9 +89,9 @@ __global__ void __launch_bounds__(kThreads) prepare_tiles_kernel(const PrepareTi
     args.tiles.arrivals[i] = 0;
   }
   if (thread == 0) {
-    args.tiles.first_tile[n] = tiles_before;
+    args.tiles.first_tile[n] = static_cast<int32_t>(tiles_before);
     *args.tiles.num_items = n;
-    *args.tiles.next_tile = static_cast<uint64_t>(args.num_blocks);
+    *args.tiles.next_tile = args.num_blocks;
   }
 }
 

@@ -125,6 +125,16 @@ __device__ __forceinline__ uint32_t uniform(uint32_t value) {
   return __shfl_sync(~0u, value, 0);
 }
 
+/// Adds 1 and returns what was there; orders the warp's earlier writes before, later reads after.
+__device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
+  uint32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
+
 // ---- arithmetic ------------------------------------------------------------------------------
 
 __device__ __forceinline__ float fast_exp2(float x) {

@@ -8,7 +8,8 @@
 
 namespace mla::sm90 {
 
-inline constexpr int kQueryRows = 128;       // query rows of a tile, 64 a consumer warpgroup
+inline constexpr int kQueryRows = 128;       // query rows of a tile
+inline constexpr int kWarpgroupRows = 64;    // of which each consumer warpgroup has a half
 inline constexpr int kPanelColumns = 64;     // 2-byte elements of a 128-byte row, the swizzle width
 inline constexpr int kPanelRowBytes = 128;
 inline constexpr int kConsumerWarps = 8;
@@ -33,21 +34,22 @@ struct TileConfig {
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
 
-  static constexpr int kQueryPanelBytes = kQueryRows * kPanelRowBytes;
+  static constexpr int kQueryPanelBytes = kWarpgroupRows * kPanelRowBytes;
   static constexpr int kKeyPanelBytes = kKeyRows * kPanelRowBytes;
-  static constexpr int kQueryBytes = kQkDim / kPanelColumns * kQueryPanelBytes;
+  static constexpr int kQueryBytes = kQkDim / kPanelColumns * kQueryPanelBytes;  // a warpgroup's
   static constexpr int kKeyBytes = kQkDim / kPanelColumns * kKeyPanelBytes;
   static constexpr int kValueBytes = kValueDim / kPanelColumns * kKeyPanelBytes;
 
   // Regions, in bytes from the 1,024-byte aligned start.
   static constexpr int kQueryOffset = 0;
-  static constexpr int kKeyOffset = kQueryOffset + kQueryBytes;
+  static constexpr int kKeyOffset = kQueryOffset + kConsumerWarpgroups * kQueryBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * kKeyBytes;
   static constexpr int kControlOffset = kValueOffset + kStages * kValueBytes;
   static constexpr int kControlBytes = 256;  // barriers and tile slots
   static constexpr int kAlignment = 1024;
   static constexpr int kSharedMemoryBytes = kControlOffset + kControlBytes;
 
+  static_assert(kConsumerWarpgroups * kWarpgroupRows == kQueryRows);
   static_assert(kNope % kPanelColumns == 0 && kRope % kPanelColumns == 0);
   static_assert(kValue % kPanelColumns == 0 && kValue <= 256 && kKeys % 16 == 0);
   static_assert(kKeyPanelBytes % kAlignment == 0, "a swizzled panel starts at 1,024 bytes");
@@ -90,7 +92,7 @@ MLA_HOST_DEVICE constexpr int32_t full_key_blocks(int32_t limit, int32_t k_len) 
 inline constexpr int32_t kMultiprocessors = 132;  // of an H200 or H100
 inline constexpr int32_t kMaxSplitTiles = 96;     // more tiles fill most of the device uncut
 inline constexpr int32_t kMaxSplits = 16;
-inline constexpr int32_t kMinSplitKeys = 4096;
+inline constexpr int32_t kMinSplitKeys = 8192;
 inline constexpr int32_t kSplitCostKeys = 512;  // a range's start, end and merge, in keys
 
 MLA_HOST_DEVICE constexpr int32_t key_splits(int64_t tiles, int32_t keys) {
