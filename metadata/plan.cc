@@ -256,8 +256,8 @@ class PlanBuilder {
     const int32_t end = class_.enabled() ? num_requests() : cut.request_end;
     const int32_t n = end - begin;
 
-    int64_t most_items = 0;
-    for (const Span& span : spans) most_items += items_of(span.request, path);
+    const int64_t most_items =
+        path == Path::kExpand ? cut.span_end - cut.span_begin : absorbed_items(spans);
     Chunk& chunk = add_chunk_arrays(begin, end, most_items);
     ++plan_.num_chunks_;
     chunk.path = path;
@@ -270,7 +270,9 @@ class PlanBuilder {
     int32_t* const cu_seq_lens = data(chunk.cu_seq_lens);
     AttentionItem* const items = data(chunk.items);
     AttentionItem* item = items;
+    const int32_t* const query_start_loc = batch_.query_start_loc.data();
     const ContextShard shard = config_.shard;
+    int32_t longest_query = 0;
     int32_t j = 0;
     int32_t rows = 0;
     int32_t longest = 0;
@@ -288,7 +290,16 @@ class PlanBuilder {
       while (begin + j < span.request) append(0, 0);
       const int32_t start = local_length(span.begin, shard);
       const int32_t length = local_length(span.end, shard) - start;
-      if (length > 0) item = write_items(chunk, span.request, rows, length, item);
+      const int32_t q_begin = query_start_loc[span.request];
+      const int32_t q_len = query_start_loc[span.request + 1] - q_begin;
+      if (length > 0 && q_len > 0) {
+        longest_query = std::max(longest_query, q_len);
+        if (path == Path::kExpand) {
+          *item++ = {q_begin, q_len, rows, length, kUnmasked, q_begin};
+        } else {
+          item = write_absorbed_items(chunk, {q_begin, q_len, rows, length}, item);
+        }
+      }
       append(start, length);
     }
     while (j < n) append(0, 0);
@@ -296,6 +307,8 @@ class PlanBuilder {
               rows);
     chunk.seq_tot = rows;
     chunk.max_seq_len = longest;
+    chunk.max_query_len =
+        path == Path::kExpand ? longest_query : std::min(longest_query, kAbsorbRows);
     chunk.has_empty_context = some_empty;
     set_num_items(chunk, item - items, most_items);
     *data(chunk.counts) = {n, rows, chunk.items.size, 0};
@@ -313,28 +326,23 @@ class PlanBuilder {
     }
   }
 
-  /// Items of a request in a chunk that has keys for it.
-  int64_t items_of(int32_t r, Path path) const {
-    if (path == Path::kExpand) return 1;
-    return (int64_t{batch_.query_len(r)} + kAbsorbRows - 1) / kAbsorbRows;
+  /// Items of an absorbed chunk where every span has keys on this rank.
+  int64_t absorbed_items(std::span<const Span> spans) const {
+    int64_t items = 0;
+    for (const Span& span : spans) {
+      items += (int64_t{batch_.query_len(span.request)} + kAbsorbRows - 1) / kAbsorbRows;
+    }
+    return items;
   }
 
-  AttentionItem* write_items(Chunk& chunk, int32_t r, int32_t k_begin, int32_t k_len,
-                             AttentionItem* item) {
-    const int32_t q_begin = batch_.query_start_loc[r];
-    const int32_t q_len = batch_.query_len(r);
-    if (q_len == 0) return item;
-    if (chunk.path == Path::kExpand) {
-      chunk.max_query_len = std::max(chunk.max_query_len, q_len);
-      *item++ = {q_begin, q_len, k_begin, k_len, kUnmasked, q_begin};
-      return item;
-    }
-    for (int64_t first = 0; first < q_len; first += kAbsorbRows) {
-      const auto begin = static_cast<int32_t>(q_begin + first);
-      const auto n = static_cast<int32_t>(std::min<int64_t>(kAbsorbRows, q_len - first));
-      const int32_t row = begin - pass_of(chunk, item, begin, n);
-      *item++ = {row, n, k_begin, k_len, kUnmasked, row};
-      chunk.max_query_len = std::max(chunk.max_query_len, n);
+  /// Cuts one request's item to at most kAbsorbRows query rows each.
+  AttentionItem* write_absorbed_items(Chunk& chunk, const AttentionItem& whole,
+                                      AttentionItem* item) {
+    for (int64_t first = 0; first < whole.q_len; first += kAbsorbRows) {
+      const auto q_begin = static_cast<int32_t>(whole.q_begin + first);
+      const auto q_len = static_cast<int32_t>(std::min<int64_t>(kAbsorbRows, whole.q_len - first));
+      const int32_t row = q_begin - pass_of(chunk, item, q_begin, q_len);
+      *item++ = {row, q_len, whole.k_begin, whole.k_len, kUnmasked, row};
     }
     return item;
   }

@@ -18,6 +18,12 @@ class ChunkWriter {
   bool empty() const { return first_ == num_spans(); }
   int32_t last_request() const { return cuts_.spans.back().request; }
   void add(const Span& span) { cuts_.spans.push_back(span); }
+  /// `count` spans at once, for the caller to write.
+  Span* add(size_t count) {
+    const size_t size = cuts_.spans.size();
+    cuts_.spans.resize(size + count);
+    return cuts_.spans.data() + size;
+  }
 
   /// Closes the chunk over the requests of its spans.
   void close() {
@@ -92,9 +98,10 @@ void cut_evenly(const PlanConfig& config, std::span<const int32_t> lengths, int3
     for (int64_t position = 0; !group.empty(); position += step) {
       const auto begin = static_cast<int32_t>(position);
       size_t unfinished = 0;
+      Span* span = chunk.add(group.size());
       for (const int32_t i : group) {
         const int32_t rest = lengths[i] - begin;
-        chunk.add({i, begin, begin + std::min(rest, step)});
+        *span++ = {i, begin, begin + std::min(rest, step)};
         if (rest > step) group[unfinished++] = i;
       }
       group.resize(unfinished);
