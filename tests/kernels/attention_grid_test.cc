@@ -25,7 +25,7 @@ class AttentionGridTest : public AttentionTest {
     std::vector<AttentionItem> items;
     int32_t q_end = 0;
     int32_t keys = 0;
-    for (int kind = 0; kind < 8; ++kind) {
+    for (int kind = 0; kind < 9; ++kind) {
       AttentionItem item;
       item.q_len = length();
       item.k_begin = std::max(0, keys - random_int(-3, 60));
@@ -53,6 +53,11 @@ class AttentionGridTest : public AttentionTest {
           break;
         case 6:
           item.k_len = 1;
+          break;
+        case 7:  // few queries before many keys
+          item.q_len = random_int(1, 20);
+          item.k_len = random_int(2000, 4500);
+          item.causal_offset = random_chance(0.5) ? kUnmasked : item.k_len - item.q_len;
           break;
         default:  // a chunk of a context
           item.k_len = 2 * length() + random_int(0, 300);

@@ -165,6 +165,8 @@ AttentionResult run_attention(Backend& backend, const OpContext& context, const 
     params.max_q_len = std::max(params.max_q_len, item.q_len);
     params.max_k_len = std::max(params.max_k_len, item.k_len);
   }
+  params.max_q_len += c.bound_slack;
+  params.max_k_len += c.bound_slack;
   std::optional<DeviceTensor> prefix_out;
   std::optional<DeviceTensor> prefix_lse;
   if (!c.prefix_out.empty()) {
@@ -327,7 +329,7 @@ void AttentionTest::fill(AttentionCase& c, bool with_prefix) {
 }
 
 OpContext AttentionTest::context_for(const AttentionCase& c, uint8_t poison) {
-  const int64_t most = std::max({c.q_rows, c.k_rows, int64_t{1}});
+  const int64_t most = std::max({c.q_rows, c.k_rows, int64_t{1}}) + c.bound_slack;
   const size_t items =
       std::max<size_t>({c.items.size(), size_t{1}, static_cast<size_t>(c.items_capacity)});
   return op_context({.dims = {.num_heads = c.heads,

@@ -32,6 +32,7 @@ struct AttentionCase {
   int64_t k_rows = 0;
   int64_t out_rows = 0;
   int32_t items_capacity = 0;  // 0: no actual count is given
+  int32_t bound_slack = 0;     // by which max_q_len and max_k_len exceed the items' lengths
   bool lse_wanted = true;
   bool lse_rows_first = false;
   bool prefix_in_place = true;
