@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <string_view>
 
 #include "kernels/cuda/check.h"
 #include "kernels/cuda/sm90/kernel_args.h"
@@ -85,57 +84,36 @@ TileList tile_list(std::span<std::byte> scratch, int64_t items, int32_t v_dim) {
   return list;
 }
 
-void check_view(std::string_view name, const void* data, DType dtype, DType expected,
-                int64_t row_stride, int64_t head_stride) {
-  if (data == nullptr) throw_error(ErrorCode::kInvalidArgument, "{} is null", name);
-  if (dtype != expected) {
-    throw_error(ErrorCode::kInvalidArgument, "{} is {}, not {}", name, dtype_name(dtype),
-                dtype_name(expected));
-  }
-  if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
-    throw_error(ErrorCode::kInvalidArgument, "{} is at {}, not 16-byte aligned", name, data);
-  }
-  const int64_t unit = expected == DType::kFloat32 ? 4 : 8;
-  if (row_stride % unit != 0 || head_stride % unit != 0) {
-    throw_error(ErrorCode::kInvalidArgument, "{} has strides {} and {}, not multiples of {}", name,
-                row_stride, head_stride, unit);
-  }
+/// What the copy engine asks of a tensor: rows apart in memory, 16-byte aligned, below its limits.
+template <typename View>
+bool copyable(const View& view, int64_t head_stride) {
+  constexpr int64_t kMaxStride = (int64_t{1} << 40) / 2;  // 2-byte elements
+  const auto fits = [](int64_t stride) { return stride % 8 == 0 && stride < kMaxStride; };
+  return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.row_stride > 0 &&
+         fits(view.row_stride) && fits(head_stride);
 }
 
-void check_params(const PrefillAttentionParams& p, std::span<std::byte> scratch) {
-  const DType dtype = p.q.dtype;
-  check_view("q", p.q.data, dtype, dtype, p.q.row_stride, p.q.head_stride);
-  if (p.k_rows > 0) {
-    check_view("k_nope", p.k_nope.data, p.k_nope.dtype, dtype, p.k_nope.row_stride,
-               p.k_nope.head_stride);
-    check_view("k_pe", p.k_pe.data, p.k_pe.dtype, dtype, p.k_pe.row_stride, 0);
-    check_view("v", p.v.data, p.v.dtype, dtype, p.v.row_stride, p.v.head_stride);
-  }
-  const DType out = p.out.dtype == DType::kFloat32 ? DType::kFloat32 : dtype;
-  check_view("out", p.out.data, p.out.dtype, out, p.out.row_stride, p.out.head_stride);
-  if (p.prefix_out.data != nullptr) {
-    check_view("prefix_out", p.prefix_out.data, p.prefix_out.dtype, DType::kFloat32,
-               p.prefix_out.row_stride, p.prefix_out.head_stride);
-    if (p.prefix_lse.data == nullptr) {
-      throw_error(ErrorCode::kInvalidArgument, "prefix_out is given without prefix_lse");
-    }
-  }
-  constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
-  if (p.q_rows > kMaxRows || p.k_rows > kMaxRows || p.num_items.capacity > kMaxRows) {
-    throw_error(ErrorCode::kInvalidArgument, "{} query rows, {} key rows, {} items: at most {}",
-                p.q_rows, p.k_rows, p.num_items.capacity, kMaxRows);
-  }
-  const size_t needed = ScratchLayout(p.num_items.capacity, 0, p.v_head_dim).bytes;
-  if (scratch.size() < needed) {
-    throw_error(ErrorCode::kInvalidArgument, "{} bytes of scratch, {} items need {}",
-                scratch.size(), p.num_items.capacity, needed);
-  }
+/// Rows are read and written 16 bytes at a time.
+bool vector_aligned(const ConstHeadRows& view) {
+  const int64_t unit = 16 / dtype_bytes(view.dtype);
+  return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.row_stride % unit == 0 &&
+         view.head_stride % unit == 0;
 }
 
 }  // namespace
 
 bool supports_prefill_attention(int32_t nope_dim, int32_t rope_dim, int32_t v_dim, DType dtype) {
   return find_variant(nope_dim, rope_dim, v_dim, dtype) != nullptr;
+}
+
+bool supports_prefill_attention(const PrefillAttentionParams& p) {
+  constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
+  const bool keys = p.k_rows == 0 || (copyable(p.k_nope, p.k_nope.head_stride) &&
+                                      copyable(p.k_pe, 0) && copyable(p.v, p.v.head_stride));
+  return find_variant(p.qk_nope_head_dim, p.qk_rope_head_dim, p.v_head_dim, p.q.dtype) != nullptr &&
+         p.q_rows <= kMaxRows && p.k_rows <= kMaxRows && p.num_items.capacity <= kMaxRows &&
+         (p.q_rows == 0 || copyable(p.q, p.q.head_stride)) && keys &&
+         vector_aligned(as_const(p.out)) && vector_aligned(p.prefix_out);
 }
 
 size_t prefill_attention_scratch_bytes(int32_t num_heads, int32_t v_dim, int64_t max_items,
@@ -145,14 +123,19 @@ size_t prefill_attention_scratch_bytes(int32_t num_heads, int32_t v_dim, int64_t
 
 void prefill_attention(const PrefillAttentionParams& p, std::span<std::byte> scratch,
                        int max_blocks, cudaStream_t stream) {
-  const Variant* const variant =
-      find_variant(p.qk_nope_head_dim, p.qk_rope_head_dim, p.v_head_dim, p.q.dtype);
-  if (variant == nullptr) {
-    throw_error(ErrorCode::kUnsupported, "no Hopper attention for dims {}, {}, {} in {}",
-                p.qk_nope_head_dim, p.qk_rope_head_dim, p.v_head_dim, dtype_name(p.q.dtype));
+  if (!supports_prefill_attention(p)) {
+    throw_error(ErrorCode::kUnsupported,
+                "the Hopper attention serves no {} with dims {}, {}, {}, or not these strides",
+                dtype_name(p.q.dtype), p.qk_nope_head_dim, p.qk_rope_head_dim, p.v_head_dim);
   }
   if (p.num_items.capacity <= 0 || p.max_q_len <= 0 || p.num_heads <= 0 || p.q_rows <= 0) return;
-  check_params(p, scratch);
+  const size_t needed = ScratchLayout(p.num_items.capacity, 0, p.v_head_dim).bytes;
+  if (scratch.size() < needed) {
+    throw_error(ErrorCode::kInvalidArgument, "{} bytes of scratch, {} items need {}",
+                scratch.size(), p.num_items.capacity, needed);
+  }
+  const Variant* const variant =
+      find_variant(p.qk_nope_head_dim, p.qk_rope_head_dim, p.v_head_dim, p.q.dtype);
 
   PrefillKernelArgs args;
   args.q = encode(head_rows_spec(p.q, p.qk_nope_head_dim + p.qk_rope_head_dim, p.num_heads,

@@ -12,8 +12,12 @@
 
 namespace mla::sm90 {
 
-/// Whether the kernel serves dimensions and dtype of q, k and v.
+/// Whether there is a kernel for the dimensions and the dtype of q, k and v.
 bool supports_prefill_attention(int32_t nope_dim, int32_t rope_dim, int32_t v_dim, DType dtype);
+
+/// Whether it serves these params: besides, `out` and `prefix_out` must be 16-byte aligned, and no
+/// stride so large that the copy engine cannot take it.
+bool supports_prefill_attention(const PrefillAttentionParams& params);
 
 /// Bytes of scratch for launches of up to `max_items` items whose key lengths add up to at most
 /// `max_rows`. Items of few tiles and many keys are cut into ranges of keys, whose partial results
@@ -23,9 +27,9 @@ size_t prefill_attention_scratch_bytes(int32_t num_heads, int32_t v_dim, int64_t
                                        int64_t max_rows);
 
 /// Two launches on `stream`; no wait, no allocation, no copy. Occupies at most `max_blocks`
-/// multiprocessors, each wholly. Throws kUnsupported or kInvalidArgument before it launches
-/// anything: where supports_prefill_attention says no, for pointers off 16 bytes, strides that are
-/// no multiple of 8 elements (4 where float32), or too little scratch.
+/// multiprocessors, each wholly. `params` have been through kernels/validate.h. Throws kUnsupported
+/// where supports_prefill_attention says no and kInvalidArgument for too little scratch, before
+/// anything is launched.
 ///
 /// NaN in K or V rows outside an item's key range is harmless. A NaN or infinity in a V row that
 /// causality hides may still reach queries of the same item whose block of keys holds that row.
