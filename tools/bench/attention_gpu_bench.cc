@@ -117,8 +117,8 @@ bool check_random(int cases, uint64_t seed, int max_blocks) {
       continue;
     }
     ++failures;
-    fmt::print("FAILED case {} of seed {}: relative {:.3g}, lse {:.3g}, wrong rows {}, {}\n", i, seed,
-               errors.relative, errors.worst_lse, errors.wrong_rows,
+    fmt::print("FAILED case {} of seed {}: relative {:.3g}, lse {:.3g}, wrong rows {}, {}\n", i,
+               seed, errors.relative, errors.worst_lse, errors.wrong_rows,
                same ? "same bits" : "other bits in the second run");
     fmt::print("  P {} H {} {} prefix {} in_place {} f32 {}\n", options.dims.qk_nope_head_dim,
                options.dims.num_heads, dtype_name(options.dtype), options.prefix, options.in_place,
@@ -128,8 +128,8 @@ bool check_random(int cases, uint64_t seed, int max_blocks) {
                  item.k_len, item.causal_offset, item.out_row);
     }
   }
-  fmt::print("{} random cases of seed {}: {} failed; worst relative error {:.3g}, lse {:.3g}\n", cases,
-             seed, failures, worst, worst_lse);
+  fmt::print("{} random cases of seed {}: {} failed; worst relative error {:.3g}, lse {:.3g}\n",
+             cases, seed, failures, worst, worst_lse);
   return failures == 0;
 }
 
@@ -171,7 +171,8 @@ std::vector<Shape> timed_shapes() {
   };
   for (Shape& shape : shapes) {
     if (shape.name != "h16_32xq513_k60000_31xk16") continue;
-    for (int i = 0; i < 31; ++i) shape.items.push_back(item_after(shape.items, 513, 16, kUnmasked, 0));
+    for (int i = 0; i < 31; ++i)
+      shape.items.push_back(item_after(shape.items, 513, 16, kUnmasked, 0));
   }
   return shapes;
 }
@@ -179,8 +180,7 @@ std::vector<Shape> timed_shapes() {
 /// Overwritten before each timed launch; several times the L2.
 constexpr size_t kFlushBytes = size_t{256} << 20;
 
-double median_ms(const AttentionProblem& problem, int max_blocks, int repeats,
-                 DeviceArray& flush) {
+double median_ms(const AttentionProblem& problem, int max_blocks, int repeats, DeviceArray& flush) {
   cudaEvent_t start, stop;
   check_cuda(cudaEventCreate(&start), "cudaEventCreate");
   check_cuda(cudaEventCreate(&stop), "cudaEventCreate");
@@ -254,12 +254,8 @@ int run(int argc, char** argv) {
   }
   if (!json_file.empty()) {
     std::ofstream out(json_file);
-    out << nlohmann::json{{"device", device.name},
-                          {"driver", driver},
-                          {"commit", commit},
-                          {"seed", seed},
-                          {"checks_ok", ok},
-                          {"results", results}}
+    out << nlohmann::json{{"device", device.name}, {"driver", driver}, {"commit", commit},
+                          {"seed", seed},          {"checks_ok", ok},  {"results", results}}
                .dump(1)
         << "\n";
     if (!out) throw_error(ErrorCode::kInvalidArgument, "cannot write {}", json_file);

@@ -12,7 +12,7 @@
 namespace mla::bench {
 namespace {
 
-constexpr uint8_t kNanByte = 0xFF;  // NaN in every floating-point type
+constexpr uint8_t kNanByte = 0xFF;     // NaN in every floating-point type
 constexpr double kRounding = 0x1p-8;   // of the output's dtype, bf16 at worst
 constexpr double kSmallest = 0x1p-25;  // half of fp16's least subnormal
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -181,12 +181,11 @@ double AttentionProblem::flops() const {
       continue;
     }
     for (int64_t i = 0; i < item.q_len; ++i) {
-      scores += static_cast<double>(
-          std::clamp<int64_t>(i + item.causal_offset + 1, 0, item.k_len));
+      scores += static_cast<double>(std::clamp<int64_t>(i + item.causal_offset + 1, 0, item.k_len));
     }
   }
-  return 2.0 * options_.dims.num_heads *
-         (options_.dims.qk_head_dim() + options_.dims.v_head_dim) * scores;
+  return 2.0 * options_.dims.num_heads * (options_.dims.qk_head_dim() + options_.dims.v_head_dim) *
+         scores;
 }
 
 ProblemErrors AttentionProblem::compare(int max_rows) const {
@@ -255,10 +254,10 @@ ProblemErrors AttentionProblem::compare(int max_rows) const {
         double want = weight * expected[(s * heads + h) * v + c];
         if (prior_weight != 0.0) want += prior_weight * host_prefix_out_[prior * v + c];
         const double got = value(row, h, c);
-        exact = exact && (prior_weight == 0.0    ? got == 0.0
-                          : options_.float32_out ? got == host_prefix_out_[prior * v + c]
-                                                 : std::fabs(got - want) <=
-                                                       kRounding * std::fabs(want) + kSmallest);
+        exact = exact && (prior_weight == 0.0 ? got == 0.0
+                          : options_.float32_out
+                              ? got == host_prefix_out_[prior * v + c]
+                              : std::fabs(got - want) <= kRounding * std::fabs(want) + kSmallest);
         error_sum += (got - want) * (got - want);
         norm += want * want;
       }

@@ -50,11 +50,11 @@ struct ProblemOptions {
   DType dtype = DType::kBFloat16;
   std::vector<AttentionItem> items;
   bool float32_out = false;
-  bool prefix = false;           // merge into a running partial
-  bool in_place = false;         // out and lse are the prefix; float32_out
-  bool lse_by_row = false;       // [rows, heads] instead of [heads, rows]
-  bool device_count = false;     // the number of items is read on the device; capacity is larger
-  int32_t spare_rows = 0;        // rows of q and keys past the last item's, NaN
+  bool prefix = false;        // merge into a running partial
+  bool in_place = false;      // out and lse are the prefix; float32_out
+  bool lse_by_row = false;    // [rows, heads] instead of [heads, rows]
+  bool device_count = false;  // the number of items is read on the device; capacity is larger
+  int32_t spare_rows = 0;     // rows of q and keys past the last item's, NaN
   uint64_t seed = 0;
 };
 

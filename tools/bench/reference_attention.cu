@@ -1,7 +1,7 @@
-#include "tools/bench/reference_attention.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include "tools/bench/reference_attention.h"
 
 namespace mla::bench {
 namespace {
@@ -66,8 +66,8 @@ __global__ void reference_kernel(PrefillAttentionParams p, const SampledRow* sam
     const AttentionItem item = p.items[sample.item];
     const int64_t bound = int64_t{sample.query} + item.causal_offset + 1;
     const int64_t keys = max(int64_t{0}, min(int64_t{item.k_len}, bound));
-    const int64_t q = (int64_t{item.q_begin} + sample.query) * p.q.row_stride +
-                      head * p.q.head_stride;
+    const int64_t q =
+        (int64_t{item.q_begin} + sample.query) * p.q.row_stride + head * p.q.head_stride;
 
     double most = -INFINITY;
     for (int64_t k = threadIdx.x; k < keys; k += kThreads) {

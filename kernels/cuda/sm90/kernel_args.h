@@ -31,10 +31,10 @@ struct TileList {
   ScheduledItem* items = nullptr;  // [num_items]
 
   int32_t max_partials = 0;
-  float* partial_lse = nullptr;   // [max_partials, kQueryRows]
-  float* partial_out = nullptr;   // [max_partials, kQueryRows, V]
-  uint32_t* arrivals = nullptr;   // [max_partials, consumer warps] splits that are done; those of a
-                                  // tile's first split count
+  float* partial_lse = nullptr;  // [max_partials, kQueryRows]
+  float* partial_out = nullptr;  // [max_partials, kQueryRows, V]
+  uint32_t* arrivals = nullptr;  // [max_partials, consumer warps] splits that are done; those of a
+                                 // tile's first split count
 };
 
 struct PrepareTilesArgs {

@@ -33,9 +33,11 @@ constexpr Variant kVariants[] = {
 };
 
 const Variant* find_variant(int32_t nope_dim, int32_t rope_dim, int32_t v_dim, DType dtype) {
-  const auto* found = std::find_if(std::begin(kVariants), std::end(kVariants), [&](const Variant& v) {
-    return v.nope_dim == nope_dim && v.rope_dim == rope_dim && v.v_dim == v_dim && v.dtype == dtype;
-  });
+  const auto* found =
+      std::find_if(std::begin(kVariants), std::end(kVariants), [&](const Variant& v) {
+        return v.nope_dim == nope_dim && v.rope_dim == rope_dim && v.v_dim == v_dim &&
+               v.dtype == dtype;
+      });
   return found == std::end(kVariants) ? nullptr : found;
 }
 
@@ -141,8 +143,8 @@ void prefill_attention(const PrefillAttentionParams& p, std::span<std::byte> scr
   args.q = encode(head_rows_spec(p.q, p.qk_nope_head_dim + p.qk_rope_head_dim, p.num_heads,
                                  p.q_rows, kWarpgroupRows));
   if (p.k_rows > 0) {  // else no item has keys, and the maps are never used
-    args.k_nope = encode(head_rows_spec(p.k_nope, p.qk_nope_head_dim, p.num_heads, p.k_rows,
-                                        variant->key_rows));
+    args.k_nope = encode(
+        head_rows_spec(p.k_nope, p.qk_nope_head_dim, p.num_heads, p.k_rows, variant->key_rows));
     args.k_pe = encode(rows_spec(p.k_pe, p.qk_rope_head_dim, p.k_rows, variant->key_rows));
     args.v = encode(head_rows_spec(p.v, p.v_head_dim, p.num_heads, p.k_rows, variant->key_rows));
   }
@@ -159,8 +161,8 @@ void prefill_attention(const PrefillAttentionParams& p, std::span<std::byte> scr
 
   const int64_t item_tiles = int64_t{(p.max_q_len + kQueryRows - 1) / kQueryRows} * p.num_heads;
   const int64_t splits = item_tiles <= kMaxSplitTiles ? kMaxSplits : 1;
-  const int blocks = static_cast<int>(
-      std::min<int64_t>(max_blocks, p.num_items.capacity * item_tiles * splits));
+  const int blocks =
+      static_cast<int>(std::min<int64_t>(max_blocks, p.num_items.capacity * item_tiles * splits));
   PrepareTilesArgs prepare;
   prepare.items = p.items;
   prepare.num_items = p.num_items;

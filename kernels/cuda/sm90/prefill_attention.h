@@ -21,8 +21,8 @@ bool supports_prefill_attention(const PrefillAttentionParams& params);
 
 /// Bytes of scratch for launches of up to `max_items` items whose key lengths add up to at most
 /// `max_rows`. Items of few tiles and many keys are cut into ranges of keys, whose partial results
-/// lie there; with less scratch (max_rows = 0 gives the least) those that do not fit stay whole, and
-/// then the bits of a row depend on the items before its own.
+/// lie there; with less scratch (max_rows = 0 gives the least) those that do not fit stay whole,
+/// and then the bits of a row depend on the items before its own.
 size_t prefill_attention_scratch_bytes(int32_t num_heads, int32_t v_dim, int64_t max_items,
                                        int64_t max_rows);
 

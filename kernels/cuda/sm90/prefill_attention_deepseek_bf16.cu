@@ -1,3 +1,5 @@
+#include <cuda_bf16.h>
+
 #include "kernels/cuda/sm90/prefill_attention_kernel.cuh"
 
 namespace mla::sm90 {

@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(kThreads) prepare_tiles_kernel(const PrepareTi
   allow_dependent_launch();
 
   const int thread = static_cast<int>(threadIdx.x);
-  const int64_t given = args.num_items.actual != nullptr ? *args.num_items.actual
-                                                         : args.num_items.capacity;
+  const int64_t given =
+      args.num_items.actual != nullptr ? *args.num_items.actual : args.num_items.capacity;
   const int32_t n = static_cast<int32_t>(max(int64_t{0}, min(given, args.num_items.capacity)));
 
   if (thread < kClasses) position[thread] = 0;

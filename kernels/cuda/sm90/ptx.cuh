@@ -119,11 +119,9 @@ __device__ __forceinline__ void wait_for_prior_launch() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-/// A value that all lanes of the warp have in common. Says so to the compiler, which then keeps what
-/// is computed from it in uniform registers, where matrix descriptors must be.
-__device__ __forceinline__ uint32_t uniform(uint32_t value) {
-  return __shfl_sync(~0u, value, 0);
-}
+/// A value that all lanes of the warp have in common. Says so to the compiler, which then keeps
+/// what is computed from it in uniform registers, where matrix descriptors must be.
+__device__ __forceinline__ uint32_t uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
 
 /// Adds 1 and returns what was there; orders the warp's earlier writes before, later reads after.
 __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {

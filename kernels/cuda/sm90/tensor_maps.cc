@@ -23,7 +23,8 @@ EncodeTiled encode_tiled() {
                                                 cudaEnableDefault, &result),
                "looking up cuTensorMapEncodeTiled");
     if (entry == nullptr || result != cudaDriverEntryPointSuccess) {
-      throw_error(ErrorCode::kDevice, "the driver has no cuTensorMapEncodeTiled (CUDA {} is needed)",
+      throw_error(ErrorCode::kDevice,
+                  "the driver has no cuTensorMapEncodeTiled (CUDA {} is needed)",
                   kFirstVersion / 1000);
     }
     return reinterpret_cast<EncodeTiled>(entry);
@@ -68,20 +69,21 @@ TensorMapSpec rows_spec(const ConstRows& view, int32_t dim, int64_t rows, int32_
 CUtensorMap encode(const TensorMapSpec& spec) {
   CUtensorMap map{};
   const std::array<uint32_t, 3> element_strides = {1, 1, 1};
-  const CUresult result = encode_tiled()(
-      &map,
-      spec.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      spec.rank, const_cast<void*>(spec.data), spec.dims.data(), spec.stride_bytes.data(),
-      spec.box.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode_tiled()(&map,
+                     spec.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                     spec.rank, const_cast<void*>(spec.data), spec.dims.data(),
+                     spec.stride_bytes.data(), spec.box.data(), element_strides.data(),
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    throw_error(ErrorCode::kDevice,
-                "the driver refused a tensor map of {} x {} x {} elements with strides of {} and {} "
-                "bytes: error {}",
-                spec.dims[0], spec.dims[1], spec.dims[2], spec.stride_bytes[0],
-                spec.stride_bytes[1], static_cast<int>(result));
+    throw_error(
+        ErrorCode::kDevice,
+        "the driver refused a tensor map of {} x {} x {} elements with strides of {} and {} "
+        "bytes: error {}",
+        spec.dims[0], spec.dims[1], spec.dims[2], spec.stride_bytes[0], spec.stride_bytes[1],
+        static_cast<int>(result));
   }
   return map;
 }

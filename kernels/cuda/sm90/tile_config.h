@@ -8,9 +8,9 @@
 
 namespace mla::sm90 {
 
-inline constexpr int kQueryRows = 128;       // query rows of a tile
-inline constexpr int kWarpgroupRows = 64;    // of which each consumer warpgroup has a half
-inline constexpr int kPanelColumns = 64;     // 2-byte elements of a 128-byte row, the swizzle width
+inline constexpr int kQueryRows = 128;     // query rows of a tile
+inline constexpr int kWarpgroupRows = 64;  // of which each consumer warpgroup has a half
+inline constexpr int kPanelColumns = 64;   // 2-byte elements of a 128-byte row, the swizzle width
 inline constexpr int kPanelRowBytes = 128;
 inline constexpr int kConsumerWarps = 8;
 inline constexpr int kSharedMemoryLimit = 232448;  // bytes that one block may ask for (227 KiB)
@@ -21,8 +21,8 @@ inline constexpr int kSharedMemoryLimit = 232448;  // bytes that one block may a
 /// A tile of C columns lies in shared memory as C / 64 panels, each [rows][128 bytes], swizzled.
 template <int kNope, int kRope, int kValue, int kKeys>
 struct TileConfig {
-  static constexpr int kNopeDim = kNope;   // P
-  static constexpr int kRopeDim = kRope;   // Rr
+  static constexpr int kNopeDim = kNope;  // P
+  static constexpr int kRopeDim = kRope;  // Rr
   static constexpr int kQkDim = kNope + kRope;
   static constexpr int kValueDim = kValue;  // V
   static constexpr int kKeyRows = kKeys;

@@ -11,9 +11,9 @@ namespace mla::sm90 {
 /// split of them. In shared memory.
 struct TileWork {
   int32_t head;
-  int32_t q_row;    // rows of the tile's first query, in q and in out
+  int32_t q_row;  // rows of the tile's first query, in q and in out
   int32_t out_row;
-  int32_t rows;     // valid query rows; 0 says that there are no more tiles
+  int32_t rows;  // valid query rows; 0 says that there are no more tiles
   int32_t k_begin;
   int32_t k_len;
   int32_t limit;        // see visible_keys
@@ -74,8 +74,8 @@ class TileLocator {
  private:
   /// Tiles of an item: groups of heads that share L2; in a group split by split, in a split the
   /// last query rows first (under a causal limit they see most keys), then all heads of the group.
-  static __device__ __forceinline__ TileWork tile_of(const ScheduledItem& scheduled,
-                                                     uint32_t local, uint32_t num_heads) {
+  static __device__ __forceinline__ TileWork tile_of(const ScheduledItem& scheduled, uint32_t local,
+                                                     uint32_t num_heads) {
     const AttentionItem& item = scheduled.item;
     const uint32_t splits = scheduled.splits;
     const uint32_t tile_rows = query_tiles(item.q_len);
@@ -103,7 +103,8 @@ class TileLocator {
     work.block_end = static_cast<int32_t>(blocks * (split + 1) / splits);
     work.splits = scheduled.splits;
     work.split = static_cast<int32_t>(split);
-    work.partial = scheduled.first_partial + static_cast<int32_t>((head * tile_rows + row) * splits);
+    work.partial =
+        scheduled.first_partial + static_cast<int32_t>((head * tile_rows + row) * splits);
     return work;
   }
 

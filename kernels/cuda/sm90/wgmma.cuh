@@ -55,7 +55,7 @@ __device__ __forceinline__ void pin_registers(uint32_t (&r)[kCount]) {
 }
 
 // Operand lists: N/2 accumulators as constraints and as text.
-#define MLA_ACC_8(d, i)                                                                      \
+#define MLA_ACC_8(d, i)                                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define MLA_ACC_32(d, i) \
@@ -64,28 +64,29 @@ __device__ __forceinline__ void pin_registers(uint32_t (&r)[kCount]) {
 #define MLA_ACC_64(d) MLA_ACC_32(d, 0), MLA_ACC_32(d, 32)
 #define MLA_ACC_128(d) MLA_ACC_64(d), MLA_ACC_32(d, 64), MLA_ACC_32(d, 96)
 
-#define MLA_TEXT_40 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, " \
-  "%8, %9, %10, %11, %12, %13, %14, %15, " \
+#define MLA_TEXT_40                          \
+  "%0, %1, %2, %3, %4, %5, %6, %7, "         \
+  "%8, %9, %10, %11, %12, %13, %14, %15, "   \
   "%16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39"
-#define MLA_TEXT_64 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, " \
-  "%8, %9, %10, %11, %12, %13, %14, %15, " \
+#define MLA_TEXT_64                          \
+  "%0, %1, %2, %3, %4, %5, %6, %7, "         \
+  "%8, %9, %10, %11, %12, %13, %14, %15, "   \
   "%16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, " \
   "%40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, " \
   "%56, %57, %58, %59, %60, %61, %62, %63"
-#define MLA_TEXT_128 \
-  MLA_TEXT_64 ", " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, " \
-  "%72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, " \
-  "%88, %89, %90, %91, %92, %93, %94, %95, " \
-  "%96, %97, %98, %99, %100, %101, %102, %103, " \
+#define MLA_TEXT_128                                 \
+  MLA_TEXT_64                                        \
+  ", "                                               \
+  "%64, %65, %66, %67, %68, %69, %70, %71, "         \
+  "%72, %73, %74, %75, %76, %77, %78, %79, "         \
+  "%80, %81, %82, %83, %84, %85, %86, %87, "         \
+  "%88, %89, %90, %91, %92, %93, %94, %95, "         \
+  "%96, %97, %98, %99, %100, %101, %102, %103, "     \
   "%104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, " \
   "%120, %121, %122, %123, %124, %125, %126, %127"
@@ -96,47 +97,53 @@ __device__ __forceinline__ void pin_registers(uint32_t (&r)[kCount]) {
 template <int N, typename Element>
 struct Wgmma;
 
-#define MLA_MULTIPLY_SHARED(N, COUNT, TYPE, A, B, P)                                          \
-  static __device__ __forceinline__ void multiply_shared(float (&d)[COUNT], uint64_t a,       \
-                                                         uint64_t b, bool accumulate) {       \
-    asm volatile(                                                                             \
-        "{\n"                                                                                 \
-        ".reg .pred accumulate;\n"                                                            \
-        "setp.ne.b32 accumulate, " P ", 0;\n"                                                 \
-        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " "                   \
-        "{" MLA_TEXT_##COUNT "}, " A ", " B ", accumulate, 1, 1, 0, 0;\n"                     \
-        "}"                                                                                   \
-        : MLA_ACC_##COUNT(d)                                                                  \
-        : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)));                             \
+#define MLA_MULTIPLY_SHARED(N, COUNT, TYPE, A, B, P)                                               \
+  static __device__ __forceinline__ void multiply_shared(float(&d)[COUNT], uint64_t a, uint64_t b, \
+                                                         bool accumulate) {                        \
+    asm volatile(                                                                                  \
+        "{\n"                                                                                      \
+        ".reg .pred accumulate;\n"                                                                 \
+        "setp.ne.b32 accumulate, " P                                                               \
+        ", 0;\n"                                                                                   \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                            \
+        " "                                                                                        \
+        "{" MLA_TEXT_##COUNT "}, " A ", " B                                                        \
+                             ", accumulate, 1, 1, 0, 0;\n"                                         \
+                             "}"                                                                   \
+        : MLA_ACC_##COUNT(d)                                                                       \
+        : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)));                                  \
   }
 
-#define MLA_MULTIPLY_REGISTERS(N, COUNT, TYPE, A, B, P)                                       \
-  static __device__ __forceinline__ void multiply_registers(float (&d)[COUNT],                \
-                                                            const uint32_t* a, uint64_t b) {  \
-    asm volatile(                                                                             \
-        "{\n"                                                                                 \
-        ".reg .pred accumulate;\n"                                                            \
-        "setp.ne.b32 accumulate, " P ", 0;\n"                                                 \
-        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " "                   \
-        "{" MLA_TEXT_##COUNT "}, {" A "}, " B ", accumulate, 1, 1, 1;\n"                      \
-        "}"                                                                                   \
-        : MLA_ACC_##COUNT(d)                                                                  \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                        \
+#define MLA_MULTIPLY_REGISTERS(N, COUNT, TYPE, A, B, P)                                          \
+  static __device__ __forceinline__ void multiply_registers(float(&d)[COUNT], const uint32_t* a, \
+                                                            uint64_t b) {                        \
+    asm volatile(                                                                                \
+        "{\n"                                                                                    \
+        ".reg .pred accumulate;\n"                                                               \
+        "setp.ne.b32 accumulate, " P                                                             \
+        ", 0;\n"                                                                                 \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
+        " "                                                                                      \
+        "{" MLA_TEXT_##COUNT "}, {" A "}, " B                                                    \
+                             ", accumulate, 1, 1, 1;\n"                                          \
+                             "}"                                                                 \
+        : MLA_ACC_##COUNT(d)                                                                     \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                           \
   }
 
-#define MLA_WGMMA(ELEMENT, TYPE)                                                              \
-  template <>                                                                                 \
-  struct Wgmma<80, ELEMENT> {                                                                 \
-    MLA_MULTIPLY_SHARED(80, 40, TYPE, "%40", "%41", "%42")                                    \
-  };                                                                                          \
-  template <>                                                                                 \
-  struct Wgmma<128, ELEMENT> {                                                                \
-    MLA_MULTIPLY_SHARED(128, 64, TYPE, "%64", "%65", "%66")                                   \
-    MLA_MULTIPLY_REGISTERS(128, 64, TYPE, "%64, %65, %66, %67", "%68", "%69")                        \
-  };                                                                                          \
-  template <>                                                                                 \
-  struct Wgmma<256, ELEMENT> {                                                                \
-    MLA_MULTIPLY_REGISTERS(256, 128, TYPE, "%128, %129, %130, %131", "%132", "%133")                  \
+#define MLA_WGMMA(ELEMENT, TYPE)                                                     \
+  template <>                                                                        \
+  struct Wgmma<80, ELEMENT> {                                                        \
+    MLA_MULTIPLY_SHARED(80, 40, TYPE, "%40", "%41", "%42")                           \
+  };                                                                                 \
+  template <>                                                                        \
+  struct Wgmma<128, ELEMENT> {                                                       \
+    MLA_MULTIPLY_SHARED(128, 64, TYPE, "%64", "%65", "%66")                          \
+    MLA_MULTIPLY_REGISTERS(128, 64, TYPE, "%64, %65, %66, %67", "%68", "%69")        \
+  };                                                                                 \
+  template <>                                                                        \
+  struct Wgmma<256, ELEMENT> {                                                       \
+    MLA_MULTIPLY_REGISTERS(256, 128, TYPE, "%128, %129, %130, %131", "%132", "%133") \
   };
 
 MLA_WGMMA(__nv_bfloat16, "bf16")
