@@ -51,6 +51,14 @@ TEST_F(MergeGridTest, TokensHeadsDimsAndTypes) {
   for (float& lse : lse_pool) {
     if (random_chance(0.1)) lse = kInf;
   }
+  const OpContext context = op_context({.dims = {.num_heads = 64,
+                                                 .qk_nope_head_dim = 128,
+                                                 .qk_rope_head_dim = 64,
+                                                 .v_head_dim = 256,
+                                                 .kv_lora_rank = 512},
+                                        .max_query_tokens = 4096,
+                                        .max_rows = 4096,
+                                        .max_requests = 1});
   int cell = 0;
   for (int t = 0; t < 6; ++t) {
     for (int h = 0; h < 6; ++h) {
@@ -70,7 +78,7 @@ TEST_F(MergeGridTest, TokensHeadsDimsAndTypes) {
           m.suffix_lse = values(rows, lse_pool);
           SCOPED_TRACE(std::to_string(m.tokens) + " x " + std::to_string(m.heads) + " x " +
                        std::to_string(m.dim) + ", types " + std::to_string(types));
-          expect_merged(run_merge(backend(), op_context(), m), m);
+          expect_merged(run_merge(backend(), context, m), m);
           if (HasFailure()) return;
           ++cell;
         }

@@ -104,7 +104,7 @@ OpContext BackendTest::op_context() {
                               .qk_rope_head_dim = 64,
                               .v_head_dim = 256,
                               .kv_lora_rank = 512},
-                     .max_query_tokens = 4096,
+                     .max_query_tokens = 512,
                      .max_rows = 4096,
                      .max_requests = 256});
 }

@@ -47,7 +47,7 @@ class BackendTest : public ::testing::Test {
 
   /// A context whose scratch, sized for the limits, holds `poison` in every byte.
   OpContext op_context(const ScratchLimits& limits, uint8_t poison = kPoison);
-  /// For ops whose scratch depends on little; large enough for every test of small shapes.
+  /// For up to 512 query tokens, 64 heads and 4,096 rows.
   OpContext op_context();
 
   /// Expects a refusal (kInvalidArgument or kUnsupported) with a message. A test of bad params also
