@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads)
       static_cast<const float*>(p.latent_out.data) + head * p.latent_out.head_stride;
   const auto* const weight =
       static_cast<const __nv_bfloat16*>(p.kv_b_proj) +
-      (head * p.dims.kv_head_dim() + p.dims.qk_nope_head_dim) * latent_dim;
+      (head * (p.dims.qk_nope_head_dim + p.dims.v_head_dim) + p.dims.qk_nope_head_dim) * latent_dim;
 
   const int thread_row = threadIdx.x / 16;
   const int thread_column = threadIdx.x % 16;
