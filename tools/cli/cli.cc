@@ -1,0 +1,151 @@
+#include "tools/cli/cli.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <new>
+#include <optional>
+#include <string>
+
+#include "metadata/error.h"
+#include "tools/cli/bench.h"
+#include "tools/cli/calibrate.h"
+#include "tools/cli/info.h"
+#include "tools/cli/options.h"
+#include "tools/cli/plan_report.h"
+#include "tools/cli/report.h"
+#include "tools/cli/run.h"
+#include "tools/cli/trace.h"
+
+namespace mla::cli {
+namespace {
+
+/// One command with its outputs, which are known to be writable before work begins.
+class Invocation {
+ public:
+  Invocation(const Options& options, const Environment& environment)
+      : options_(options),
+        environment_(environment),
+        json_file_(options.json_on_stdout() ? "" : options.json_path),
+        trace_file_(options.trace_path) {
+    if (trace_file_.wanted()) {
+      if (options.command != Command::kRun) {
+        throw_error(ErrorCode::kUnsupported, "--trace is for run");
+      }
+      trace_.emplace();
+    }
+  }
+
+  int execute() {
+    try {
+      return execute_command();
+    } catch (const Error& error) {
+      report_failed_run(error.what());
+      throw;
+    }
+  }
+
+ private:
+  int execute_command() {
+    Progress progress(environment_.err);
+    Device device = make_device(options_);
+    if (environment_.decorate_backend) {
+      device.backend = environment_.decorate_backend(std::move(device.backend));
+    }
+    switch (options_.command) {
+      case Command::kRun:
+        return run(device, progress);
+      case Command::kPlan: {
+        const PlanReport report = make_plan_report(options_, *device.backend);
+        write(plan_json(report), plan_text(report));
+        return kRight;
+      }
+      case Command::kInfo: {
+        const InfoReport report = make_info_report(options_, device);
+        write(info_json(report), info_text(report));
+        return kRight;
+      }
+      case Command::kBench: {
+        const BenchReport report = run_bench(options_, device, progress);
+        progress.clear();
+        write(bench_json(report), bench_text(report));
+        return report.ok ? kRight : kVerificationFailed;
+      }
+      case Command::kCalibrate: {
+        const CalibrateReport report = run_calibration(options_, device, progress);
+        progress.clear();
+        write(calibrate_json(report), calibrate_text(report));
+        return kRight;
+      }
+    }
+    return kBadInput;
+  }
+
+  int run(Device& device, Progress& progress) {
+    if (trace_) device.backend = make_tracing_backend(std::move(device.backend), *trace_);
+    const RunReport report = run_workload(options_, device, trace_ ? &*trace_ : nullptr, progress);
+    if (trace_) trace_file_.write(trace_->to_json().dump() + '\n');
+    write(run_json(report), run_text(report));
+    return report.ok() ? kRight : kVerificationFailed;
+  }
+
+  void report_failed_run(const std::string& message) {
+    if (options_.command == Command::kRun) write(run_error_json(message), "");
+  }
+
+  void write(const nlohmann::ordered_json& json, const std::string& text) {
+    if (json_file_.wanted()) json_file_.write(json_text(json));
+    const std::string& shown = options_.json_on_stdout() ? json_text(json) : text;
+    const bool written =
+        std::fwrite(shown.data(), 1, shown.size(), environment_.out) == shown.size();
+    if (std::fflush(environment_.out) != 0 || !written) {
+      throw_error(ErrorCode::kInvalidArgument, "can't write the results to stdout");
+    }
+  }
+
+  const Options& options_;
+  const Environment& environment_;
+  OutputFile json_file_;
+  OutputFile trace_file_;
+  std::optional<Trace> trace_;
+};
+
+int fail(const Environment& environment, std::string message, int exit_code) {
+  std::replace(message.begin(), message.end(), '\n', ' ');
+  fmt::print(environment.err, "engine_cli: {}\n", message);
+  return exit_code;
+}
+
+int exit_code_of(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kInvalidArgument:
+    case ErrorCode::kUnsupported:
+      return kBadInput;
+    case ErrorCode::kDevice:
+    case ErrorCode::kCommunication:
+      return kDeviceFailure;
+  }
+  return kBadInput;
+}
+
+}  // namespace
+
+int run_cli(int argc, const char* const* argv, const Environment& environment) {
+  try {
+    const ParsedCommandLine parsed = parse_command_line(argc, argv);
+    if (!parsed.options) {
+      fmt::print(environment.out, "{}", parsed.help);
+      return kRight;
+    }
+    return Invocation(*parsed.options, environment).execute();
+  } catch (const Error& error) {
+    return fail(environment, error.what(), exit_code_of(error.code()));
+  } catch (const std::bad_alloc&) {
+    return fail(environment, "out of memory: use a smaller batch, --workspace-tokens or --layers",
+                kBadInput);
+  } catch (const std::exception& error) {
+    return fail(environment, error.what(), kDeviceFailure);
+  }
+}
+
+}  // namespace mla::cli

@@ -1,0 +1,395 @@
+#include "tools/cli/options.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <charconv>
+#include <limits>
+#include <sstream>
+#include <string_view>
+
+#include "metadata/error.h"
+#include "metadata/plan.h"
+
+namespace mla::cli {
+namespace {
+
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
+/// The command line's values before they are checked. Numbers are 64 bits wide, so that one that
+/// does not fit is refused by its value.
+struct RawOptions {
+  std::optional<std::string> model;
+  std::optional<int64_t> heads, nope, rope, vdim, lora;
+  std::optional<double> softmax_scale;
+  std::string backend = "auto";
+  int64_t threads = 0;
+  std::optional<std::string> query_lens, context_lens;
+  std::optional<int64_t> requests;
+  std::string prompt_lens = "512:4096";
+  std::string prefix_lens = "0:0";
+  int64_t max_num_batched_tokens = 32768;
+  uint64_t seed = 0;
+  int64_t workspace_tokens = 65536;
+  int64_t page_size = 64;
+  std::string kv_cache_dtype = "bf16";
+  double kv_cache_scale = 0.01;
+  std::string schedule = "packed";
+  int64_t split_tokens = 0;
+  std::string path = "auto";
+  std::string merge = "fused";
+  int64_t layers = 1;
+  int64_t step = 0;
+  int64_t cp = 1;
+  int64_t cp_interleave = 1;
+  ContextParallelOptions cp_words;
+  bool verify = false;
+  std::string json;
+  std::string trace;
+  std::string commit;
+  double bench_seconds = 0.5;
+};
+
+int32_t to_int32(int64_t value, std::string_view option, int64_t least) {
+  if (value < least || value > kMaxInt32) {
+    throw_error(ErrorCode::kInvalidArgument, "{} is {}; it must be from {} to {}", option, value,
+                least, kMaxInt32);
+  }
+  return static_cast<int32_t>(value);
+}
+
+int32_t parse_length(std::string_view text, std::string_view option) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error == std::errc::result_out_of_range) {
+    throw_error(ErrorCode::kInvalidArgument, "{}: '{}' is above the limit {}", option, text,
+                kMaxInt32);
+  }
+  if (error != std::errc() || end != text.data() + text.size()) {
+    throw_error(ErrorCode::kInvalidArgument, "{}: '{}' is no whole number", option, text);
+  }
+  return to_int32(value, option, 0);
+}
+
+/// "64,17,1"; the empty text is the empty list.
+std::vector<int32_t> parse_lengths(std::string_view text, std::string_view option) {
+  std::vector<int32_t> lengths;
+  while (!text.empty()) {
+    const size_t comma = text.find(',');
+    lengths.push_back(parse_length(text.substr(0, comma), option));
+    if (comma == std::string_view::npos) break;
+    text.remove_prefix(comma + 1);
+    if (text.empty()) {
+      throw_error(ErrorCode::kInvalidArgument, "{}: the list ends with a comma", option);
+    }
+  }
+  return lengths;
+}
+
+/// "A:B", or "A" for "A:A".
+LengthRange parse_range(std::string_view text, std::string_view option) {
+  const size_t colon = text.find(':');
+  LengthRange range;
+  range.least = parse_length(text.substr(0, colon), option);
+  range.most =
+      colon == std::string_view::npos ? range.least : parse_length(text.substr(colon + 1), option);
+  if (range.most < range.least) {
+    throw_error(ErrorCode::kInvalidArgument, "{}: the range {}:{} ends before it begins", option,
+                range.least, range.most);
+  }
+  return range;
+}
+
+void set_model(const RawOptions& raw, Options& options) {
+  const bool any_dim = raw.heads || raw.nope || raw.rope || raw.vdim || raw.lora;
+  const bool all_dims = raw.heads && raw.nope && raw.rope && raw.vdim && raw.lora;
+  if (!raw.model && any_dim && !all_dims) {
+    throw_error(ErrorCode::kInvalidArgument,
+                "without --model, all of --heads, --nope, --rope, --vdim and --lora are needed");
+  }
+  ModelDims& dims = options.config.dims;
+  const std::string preset = raw.model.value_or("deepseek-v2-lite");
+  if (raw.model || !any_dim) dims = find_preset(preset);
+  const ModelDims preset_dims = dims;
+  const auto override_dim = [](const std::optional<int64_t>& value, std::string_view option,
+                               int32_t& dim) {
+    if (value) dim = to_int32(*value, option, 1);
+  };
+  override_dim(raw.heads, "--heads", dims.num_heads);
+  override_dim(raw.nope, "--nope", dims.qk_nope_head_dim);
+  override_dim(raw.rope, "--rope", dims.qk_rope_head_dim);
+  override_dim(raw.vdim, "--vdim", dims.v_head_dim);
+  override_dim(raw.lora, "--lora", dims.kv_lora_rank);
+  validate_dims(dims);
+  options.model = dims == preset_dims ? preset : "custom";
+
+  options.config.softmax_scale = default_softmax_scale(dims);
+  if (raw.softmax_scale) {
+    options.config.softmax_scale = static_cast<float>(*raw.softmax_scale);
+    validate_softmax_scale(options.config.softmax_scale);
+  }
+}
+
+void set_batch(const RawOptions& raw, Options& options) {
+  options.max_num_batched_tokens =
+      to_int32(raw.max_num_batched_tokens, "--max-num-batched-tokens", 1);
+  options.seed = raw.seed;
+  if (raw.query_lens && raw.requests) {
+    throw_error(ErrorCode::kInvalidArgument,
+                "--query-lens (one step) and --requests (many steps) exclude each other");
+  }
+  if (raw.context_lens && !raw.query_lens) {
+    throw_error(ErrorCode::kInvalidArgument, "--context-lens needs --query-lens");
+  }
+  options.has_batch = raw.query_lens || raw.requests;
+  if (raw.query_lens) {
+    options.single_step = true;
+    options.query_lens = parse_lengths(*raw.query_lens, "--query-lens");
+    if (raw.context_lens) {
+      options.context_lens = parse_lengths(*raw.context_lens, "--context-lens");
+    } else {
+      options.context_lens.assign(options.query_lens.size(), 0);
+    }
+    if (options.context_lens.size() != options.query_lens.size()) {
+      throw_error(ErrorCode::kInvalidArgument,
+                  "--query-lens has {} lengths and --context-lens {}; both list every request",
+                  options.query_lens.size(), options.context_lens.size());
+    }
+  } else if (raw.requests) {
+    constexpr int64_t kMaxRequests = 1 << 20;
+    if (*raw.requests < 0 || *raw.requests > kMaxRequests) {
+      throw_error(ErrorCode::kInvalidArgument, "--requests is {}; it must be from 0 to {}",
+                  *raw.requests, kMaxRequests);
+    }
+    options.num_requests = static_cast<int32_t>(*raw.requests);
+    options.prompt_lens = parse_range(raw.prompt_lens, "--prompt-lens");
+    options.prefix_lens = parse_range(raw.prefix_lens, "--prefix-lens");
+  }
+}
+
+void set_engine(const RawOptions& raw, Options& options) {
+  EngineConfig& config = options.config;
+  config.workspace_tokens = to_int32(raw.workspace_tokens, "--workspace-tokens", 1);
+  config.page_size = to_int32(raw.page_size, "--page-size", 1);
+  config.kv_cache_format = find_kv_cache_format(raw.kv_cache_dtype);
+  kv_cache_row_bytes(config.kv_cache_format, config.dims);
+  config.schedule = find_schedule(raw.schedule);
+  config.split_tokens = to_int32(raw.split_tokens, "--split-tokens", 0);
+  config.path = find_path_policy(raw.path);
+  config.merge = find_merge_mode(raw.merge);
+  options.kv_cache_scale = static_cast<float>(raw.kv_cache_scale);
+  if (!std::isfinite(options.kv_cache_scale) || options.kv_cache_scale <= 0.0f) {
+    throw_error(ErrorCode::kInvalidArgument,
+                "--kv-cache-scale is {}; it must be finite and above 0", raw.kv_cache_scale);
+  }
+  PlanConfig plan;
+  plan.dims = config.dims;
+  plan.workspace_tokens = config.workspace_tokens;
+  plan.page_size = config.page_size;
+  plan.split_tokens = config.split_tokens;
+  validate_plan_config(plan);
+}
+
+Options check(const RawOptions& raw, Command command) {
+  Options options;
+  options.command = command;
+  set_model(raw, options);
+  set_batch(raw, options);
+  set_engine(raw, options);
+  options.backend = raw.backend;
+  options.threads = to_int32(raw.threads, "--threads", 0);
+  options.num_layers = to_int32(raw.layers, "--layers", 1);
+  options.plan_step = to_int32(raw.step, "--step", 0);
+  options.cp = raw.cp_words;
+  options.cp.world = to_int32(raw.cp, "--cp", 1);
+  options.cp.interleave = to_int32(raw.cp_interleave, "--cp-interleave", 1);
+  options.verify = raw.verify;
+  options.json_path = raw.json;
+  options.trace_path = raw.trace;
+  options.commit = raw.commit;
+  options.bench_seconds = raw.bench_seconds;
+  if (!std::isfinite(options.bench_seconds) || options.bench_seconds <= 0.0) {
+    throw_error(ErrorCode::kInvalidArgument, "--seconds is {}; it must be finite and above 0",
+                options.bench_seconds);
+  }
+  const bool needs_batch = command == Command::kRun || command == Command::kPlan;
+  if (needs_batch && !options.has_batch) {
+    throw_error(ErrorCode::kInvalidArgument,
+                "no batch: give --query-lens (and --context-lens) for one step, such as "
+                "--query-lens 64,17,1 --context-lens 10240,0,512, or --requests for many");
+  }
+  check_context_parallel_options(options);
+  return options;
+}
+
+void add_options(CLI::App& app, RawOptions& raw) {
+  app.option_defaults()->group("Model");
+  app.add_option("--model", raw.model, "Preset (default deepseek-v2-lite; `info` lists them)");
+  app.add_option("--heads", raw.heads, "Heads on this rank [H]; over a preset's, or with all dims");
+  app.add_option("--nope", raw.nope, "qk_nope_head_dim [P]");
+  app.add_option("--rope", raw.rope, "qk_rope_head_dim [Rr]");
+  app.add_option("--vdim", raw.vdim, "v_head_dim [V]");
+  app.add_option("--lora", raw.lora, "kv_lora_rank [L]");
+  app.add_option("--softmax-scale", raw.softmax_scale, "Default 1/sqrt(P + Rr)");
+  app.add_option("--layers", raw.layers, "Layers, each with its own weights and cache")
+      ->capture_default_str();
+
+  app.option_defaults()->group("Batch: one step");
+  app.add_option("--query-lens", raw.query_lens, "New tokens of each request, such as 64,17,1");
+  app.add_option("--context-lens", raw.context_lens,
+                 "Tokens in the cache of each request, such as 10240,0,512 (default: all 0)");
+
+  app.option_defaults()->group("Batch: many steps, chunked prefill");
+  app.add_option("--requests", raw.requests, "Number of requests");
+  app.add_option("--prompt-lens", raw.prompt_lens, "New tokens of a request, drawn from A:B")
+      ->capture_default_str();
+  app.add_option("--prefix-lens", raw.prefix_lens, "Tokens already in the cache, drawn from A:B")
+      ->capture_default_str();
+  app.add_option("--max-num-batched-tokens", raw.max_num_batched_tokens, "New tokens of a step")
+      ->capture_default_str();
+  app.add_option("--seed", raw.seed, "Of lengths, inputs and weights")->capture_default_str();
+
+  app.option_defaults()->group("Engine");
+  app.add_option("--backend", raw.backend, "cpu, cuda, or auto: cuda where there is a device")
+      ->check(CLI::IsMember({"cpu", "cuda", "auto"}))
+      ->capture_default_str();
+  app.add_option("--threads", raw.threads, "Of the cpu backend; 0: one a core")
+      ->capture_default_str();
+  app.add_option("--workspace-tokens", raw.workspace_tokens, "Latent rows in the workspace [W]")
+      ->capture_default_str();
+  app.add_option("--page-size", raw.page_size, "Tokens a page")->capture_default_str();
+  app.add_option("--kv-cache-dtype", raw.kv_cache_dtype, "bf16, fp8_e4m3 or fp8_ds_mla")
+      ->capture_default_str();
+  app.add_option("--kv-cache-scale", raw.kv_cache_scale, "Of fp8_e4m3: value = stored * scale")
+      ->capture_default_str();
+  app.add_option("--schedule", raw.schedule, "packed, uniform or fixed")->capture_default_str();
+  app.add_option("--split-tokens", raw.split_tokens,
+                 "Of fixed; 0: the largest page multiple up to min(W, 4096)")
+      ->capture_default_str();
+  app.add_option("--path", raw.path, "auto, expand or absorb")->capture_default_str();
+  app.add_option("--merge", raw.merge, "fused or discrete")->capture_default_str();
+
+  app.option_defaults()->group("Context parallelism");
+  app.add_option("--cp", raw.cp, "Ranks")->capture_default_str();
+  app.add_option("--cp-placement", raw.cp_words.placement, "sharded or replicated")
+      ->check(CLI::IsMember({"sharded", "replicated"}))
+      ->capture_default_str();
+  app.add_option("--cp-queries", raw.cp_words.queries, "replicated or split")
+      ->check(CLI::IsMember({"replicated", "split"}))
+      ->capture_default_str();
+  app.add_option("--cp-strategy", raw.cp_words.strategy, "gather_kv, merge_partials or auto")
+      ->check(CLI::IsMember({"gather_kv", "merge_partials", "auto"}))
+      ->capture_default_str();
+  app.add_option("--cp-interleave", raw.cp_interleave, "Tokens on a rank in a row [I]")
+      ->capture_default_str();
+  app.add_flag("--cp-spawn", raw.cp_words.spawn, "Start the ranks as processes");
+  app.add_flag("--simulate", raw.cp_words.simulate, "Run the ranks as threads");
+
+  app.option_defaults()->group("Output");
+  app.add_flag("--verify", raw.verify, "Check the results against a float64 oracle");
+  app.add_option("--json", raw.json, "Write JSON to FILE; with -, stdout is JSON alone")
+      ->type_name("FILE|-");
+  app.add_option("--trace", raw.trace, "Write Chrome trace events, for ui.perfetto.dev")
+      ->type_name("FILE");
+  app.add_option("--commit", raw.commit, "Named in results (default: $MLA_COMMIT, else git's)");
+}
+
+struct CommandHelp {
+  Command command;
+  const char* name;
+  const char* description;
+  const char* examples;
+};
+
+constexpr CommandHelp kCommands[] = {
+    {Command::kRun, "run", "Prefill a synthetic batch, step by step, and report times",
+     "Examples:\n"
+     "  engine_cli run --query-lens 64,17,1 --context-lens 10240,0,512 --workspace-tokens 4096 "
+     "--verify\n"
+     "  engine_cli run --requests 8 --prompt-lens 512:4096 --max-num-batched-tokens 2048 --verify\n"
+     "  engine_cli run --model glm-5 --query-lens 128 --context-lens 8192 --trace trace.json"},
+    {Command::kPlan, "plan", "Show how contexts are cut into chunks; runs nothing",
+     "Examples:\n"
+     "  engine_cli plan --query-lens 64,17,1 --context-lens 10240,0,512 --workspace-tokens 4096\n"
+     "  engine_cli plan --query-lens 33,33 --context-lens 1000,50 --cp 4 --cp-interleave 64 "
+     "--json -"},
+    {Command::kInfo, "info", "Show dimensions, memory, device and kernels of a configuration",
+     "Examples:\n"
+     "  engine_cli info\n"
+     "  engine_cli info --model deepseek-v3 --heads 16 --kv-cache-dtype fp8_ds_mla --json -"},
+    {Command::kBench, "bench", "Time ops and whole layers, after checking their results",
+     "Examples:\n"
+     "  engine_cli bench --json results.json\n"
+     "  engine_cli bench --model deepseek-v3 --query-lens 512 --context-lens 65536"},
+    {Command::kCalibrate, "calibrate", "Measure the rates that a cost model needs",
+     "Example:\n"
+     "  engine_cli calibrate --model deepseek-v2-lite --json -"},
+};
+
+}  // namespace
+
+void check_context_parallel_options(const Options& options) {
+  const ContextParallelOptions& cp = options.cp;
+  const auto refuse = [](std::string_view what) {
+    throw_error(ErrorCode::kUnsupported, "{} is not available in this build", what);
+  };
+  if (cp.spawn) refuse("--cp-spawn");
+  if (cp.simulate) refuse("--simulate");
+  if (cp.world == 1) return;
+  if (options.command != Command::kPlan) {
+    refuse(fmt::format("--cp {} (context parallelism)", cp.world));
+  }
+  constexpr int32_t kMaxWorld = 1024;
+  if (cp.world > kMaxWorld) {
+    throw_error(ErrorCode::kInvalidArgument, "--cp is {}, the limit is {}", cp.world, kMaxWorld);
+  }
+  if (cp.placement != "sharded") refuse("--cp-placement " + cp.placement);
+  if (cp.queries != "replicated") refuse("--cp-queries " + cp.queries);
+  if (cp.strategy == "gather_kv") refuse("--cp-strategy gather_kv");
+}
+
+ParsedCommandLine parse_command_line(int argc, const char* const* argv) {
+  CLI::App app("Chunked prefill of multi-head latent attention, on synthetic requests.",
+               "engine_cli");
+  app.require_subcommand(1);
+  app.footer(
+      "Exit codes: 0 right, 1 verification failed, 2 bad arguments, input or unsupported option,\n"
+      "3 a device or communication failure.\n"
+      "Options and examples: engine_cli COMMAND --help");
+  app.get_formatter()->column_width(34);
+
+  RawOptions raw;
+  std::vector<std::pair<CLI::App*, Command>> commands;
+  for (const CommandHelp& help : kCommands) {
+    CLI::App* command = app.add_subcommand(help.name, help.description);
+    command->footer(help.examples);
+    add_options(*command, raw);
+    command->option_defaults()->group("Options");
+    if (help.command == Command::kPlan) {
+      command->add_option("--step", raw.step, "Which of many steps to plan")->capture_default_str();
+    }
+    if (help.command == Command::kBench || help.command == Command::kCalibrate) {
+      command->add_option("--seconds", raw.bench_seconds, "Time spent on each measurement")
+          ->capture_default_str();
+    }
+    commands.emplace_back(command, help.command);
+  }
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& success) {  // help
+    std::ostringstream out;
+    std::ostringstream err;
+    app.exit(success, out, err);
+    return {.options = std::nullopt, .help = out.str()};
+  } catch (const CLI::ParseError& error) {
+    std::string message = error.what();
+    std::replace(message.begin(), message.end(), '\n', ' ');
+    throw_error(ErrorCode::kInvalidArgument, "{}; see engine_cli --help", message);
+  }
+  for (const auto& [command, value] : commands) {
+    if (command->parsed()) return {.options = check(raw, value), .help = {}};
+  }
+  throw_error(ErrorCode::kInvalidArgument, "a command is needed; see engine_cli --help");
+}
+
+}  // namespace mla::cli
