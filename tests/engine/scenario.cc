@@ -320,7 +320,10 @@ ScenarioResult run_scenario(Backend& backend, EngineConfig config, const Scenari
     std::vector<LayerResult>& layers = results.emplace_back();
     for (int32_t layer = 0; layer < scenario.num_layers; ++layer) {
       const DeviceLayer device(backend, scenario, step, layer, rows, options);
-      engine.run_layer(device.params(weights[layer].rows().data, storage.layer(layer), options));
+      const LayerParams params =
+          device.params(weights[layer].rows().data, storage.layer(layer), options);
+      const auto run = [&] { engine.run_layer(params); };
+      options.around_layer ? options.around_layer(run) : run();
       backend.synchronize({});
       layers.push_back(device.result());
     }

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <functional>
 #include <random>
 #include <string>
 #include <vector>
@@ -58,6 +59,8 @@ struct RunOptions {
   bool lse_rows_first = false;
   bool without_lse = false;
   bool table_on_device = false;
+  /// Where given, called instead of each layer call, which it has to make.
+  std::function<void(const std::function<void()>& run_layer)> around_layer = nullptr;
 };
 
 /// Of one layer in one step.
