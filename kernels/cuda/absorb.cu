@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
   absorbed[column] = q[column];
 }
 
-constexpr int kTile = 64;       // rows, and columns, of a block's tile of one head's values
+constexpr int kTile = 64;        // rows, and columns, of a block's tile of one head's values
 constexpr int kTileLatent = 32;  // latent values at a time
 constexpr int kThreadTile = 4;   // a thread computes 4 x 4 values
 
@@ -54,10 +54,9 @@ __global__ void __launch_bounds__(kThreads)
       const int row = i / kTileLatent;
       const int l = i % kTileLatent;
       const bool in_latent = first + l < latent_dim;
-      latent_tile[l][row] =
-          in_latent && first_row + row < rows
-              ? latent[(first_row + row) * p.latent_out.row_stride + first + l]
-              : 0.0f;
+      latent_tile[l][row] = in_latent && first_row + row < rows
+                                ? latent[(first_row + row) * p.latent_out.row_stride + first + l]
+                                : 0.0f;
       weight_tile[l][row] =
           in_latent && first_column + row < p.dims.v_head_dim
               ? __bfloat162float(weight[int64_t{first_column + row} * latent_dim + first + l])
@@ -70,7 +69,8 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < kThreadTile; ++i) {
 #pragma unroll
         for (int j = 0; j < kThreadTile; ++j) {
-          sums[i][j] += latent_tile[l][thread_row + 16 * i] * weight_tile[l][thread_column + 16 * j];
+          sums[i][j] +=
+              latent_tile[l][thread_row + 16 * i] * weight_tile[l][thread_column + 16 * j];
         }
       }
     }
@@ -83,8 +83,9 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t row = first_row + thread_row + 16 * i;
       const int column = first_column + thread_column + 16 * j;
       if (row >= rows || column >= p.dims.v_head_dim) continue;
-      static_cast<float*>(p.values.data)[row * p.values.row_stride + head * p.values.head_stride +
-                                         column] = sums[i][j];
+      static_cast<float*>(
+          p.values.data)[row * p.values.row_stride + head * p.values.head_stride + column] =
+          sums[i][j];
     }
   }
 }
@@ -92,8 +93,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void copy_rope(const AbsorbQueryParams& p, cudaStream_t stream) {
-  const int64_t values =
-      p.num_rows.capacity * p.dims.num_heads * p.dims.qk_rope_head_dim;
+  const int64_t values = p.num_rows.capacity * p.dims.num_heads * p.dims.qk_rope_head_dim;
   launch("launching copy_rope", copy_rope_kernel, divide_up(values, kThreads), kThreads, 0, stream,
          p);
 }

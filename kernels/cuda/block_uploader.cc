@@ -63,9 +63,8 @@ const std::byte* CudaBlockUploader::upload(std::span<const std::byte> block, Str
   check_cuda(cudaEventSynchronize(slot.copied), "cudaEventSynchronize");
   std::memcpy(slot.pinned, block.data(), block.size());
   const auto handle = static_cast<cudaStream_t>(stream.handle);
-  check_cuda(
-      cudaMemcpyAsync(block_, slot.pinned, block.size(), cudaMemcpyHostToDevice, handle),
-      "copying a plan to the device");
+  check_cuda(cudaMemcpyAsync(block_, slot.pinned, block.size(), cudaMemcpyHostToDevice, handle),
+             "copying a plan to the device");
   check_cuda(cudaEventRecord(slot.copied, handle), "cudaEventRecord");
   return block_;
 }

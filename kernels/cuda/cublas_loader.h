@@ -36,7 +36,8 @@ struct CublasLt {
 };
 
 /// Loads the library once a process, from the loader's path or else from CUDA_HOME or
-/// /usr/local/cuda, and keeps it. Throws kDevice, saying what was looked for, where it is not there.
+/// /usr/local/cuda, and keeps it. Throws kDevice, saying what was looked for, where it is not
+/// there.
 const CublasLt& load_cublas_lt();
 
 }  // namespace mla::cuda

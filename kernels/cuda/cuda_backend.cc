@@ -56,15 +56,6 @@ cudaDeviceProp find_device(int device) {
   return properties;
 }
 
-/// What the tensor maps and vector stores of the Hopper kernel ask of results and prefix; that of
-/// q, k and v is every kernel's.
-template <typename Pointer>
-bool suits_hopper(const BasicHeadRows<Pointer>& view) {
-  const int64_t unit = 16 / dtype_bytes(view.dtype);
-  return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.row_stride % unit == 0 &&
-         view.head_stride % unit == 0;
-}
-
 class CudaBackend final : public Backend {
  public:
   /// The device is current.
@@ -76,11 +67,11 @@ class CudaBackend final : public Backend {
   std::string device_description() const override {
     int driver = 0;
     cudaDriverGetVersion(&driver);
-    return fmt::format("{} (device {}), {} multiprocessors, compute capability {}.{}, {} GiB, "
-                       "driver for CUDA {}",
-                       properties_.name, device_, properties_.multiProcessorCount,
-                       properties_.major, properties_.minor, properties_.totalGlobalMem >> 30,
-                       cuda_version(driver));
+    return fmt::format(
+        "{} (device {}), {} multiprocessors, compute capability {}.{}, {} GiB, "
+        "driver for CUDA {}",
+        properties_.name, device_, properties_.multiProcessorCount, properties_.major,
+        properties_.minor, properties_.totalGlobalMem >> 30, cuda_version(driver));
   }
 
   std::string attention_kernel(const ModelDims& dims, DType dtype, Path path) const override {
@@ -100,8 +91,7 @@ class CudaBackend final : public Backend {
 
   bool supports_path(const ModelDims& dims, Path path) const override {
     return path == Path::kExpand &&
-           cuda::supports_generic_attention(dims.qk_head_dim(), dims.v_head_dim,
-                                            DType::kBFloat16);
+           cuda::supports_generic_attention(dims.qk_head_dim(), dims.v_head_dim, DType::kBFloat16);
   }
 
   void* allocate(size_t bytes) override {
@@ -182,10 +172,8 @@ class CudaBackend final : public Backend {
     const nvtx3::scoped_range range("prefill_attention");
     validate(p);
     const DeviceGuard guard(device_);
-    if (hopper_has(p.qk_nope_head_dim, p.qk_rope_head_dim, p.v_head_dim, p.q.dtype) &&
-        suits_hopper(p.out) && (p.prefix_out.data == nullptr || suits_hopper(p.prefix_out))) {
-      sm90::prefill_attention(p, context.scratch, properties_.multiProcessorCount,
-                              handle(context));
+    if (properties_.major == 9 && sm90::supports_prefill_attention(p)) {
+      sm90::prefill_attention(p, context.scratch, properties_.multiProcessorCount, handle(context));
     } else {
       cuda::generic_attention(p, handle(context));
     }

@@ -13,8 +13,8 @@ constexpr int kWarps = kThreads / 32;
 template <typename Unit>
 __device__ void empty_row(const MaskEmptyContextParams& p, int64_t row, int element_bytes) {
   const int head_units = p.head_dim * element_bytes / static_cast<int>(sizeof(Unit));
-  auto* const bytes = static_cast<std::byte*>(p.output.data) + row * p.output.row_stride *
-                                                                   element_bytes;
+  auto* const bytes =
+      static_cast<std::byte*>(p.output.data) + row * p.output.row_stride * element_bytes;
   const int64_t head_bytes = p.output.head_stride * element_bytes;
   for (int64_t unit = threadIdx.x; unit < int64_t{p.num_heads} * head_units; unit += kThreads) {
     const int64_t head = unit / head_units;
@@ -66,12 +66,11 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void mask_empty_context(const MaskEmptyContextParams& p, int multiprocessors,
-                        cudaStream_t stream) {
+void mask_empty_context(const MaskEmptyContextParams& p, int multiprocessors, cudaStream_t stream) {
   const int64_t most_rows = p.num_requests.capacity * p.max_query_len;
   const int64_t blocks = std::min<int64_t>(most_rows, int64_t{4} * multiprocessors);
-  const bool aligned = vector_aligned(p.output.data, p.output.dtype, p.output.row_stride,
-                                      p.output.head_stride);
+  const bool aligned =
+      vector_aligned(p.output.data, p.output.dtype, p.output.row_stride, p.output.head_stride);
   const int element_bytes = dtype_bytes(p.output.dtype);
   launch("launching mask_empty_context", aligned ? mask_kernel<uint4> : mask_kernel<uint16_t>,
          blocks, kThreads, 0, stream, p, element_bytes);

@@ -90,20 +90,20 @@ cublasLtMatmulAlgo_t Gemm::algorithm(const Shape& shape) {
   const std::lock_guard lock(mutex_);
   if (const auto found = algorithms_.find(shape); found != algorithms_.end()) return found->second;
 
-  const Product typical{.m = kTypicalRows,
-                        .n = shape.n,
-                        .k = shape.k,
-                        .batch = shape.batch,
-                        .weight_by_output = shape.weight_by_output,
-                        .rows = {nullptr, shape.k * shape.batch, shape.k},
-                        .weight = {nullptr, shape.weight_by_output ? shape.k : shape.n,
-                                   shape.n * shape.k},
-                        .out = {nullptr, shape.n * shape.batch, shape.n}};
+  const Product typical{
+      .m = kTypicalRows,
+      .n = shape.n,
+      .k = shape.k,
+      .batch = shape.batch,
+      .weight_by_output = shape.weight_by_output,
+      .rows = {nullptr, shape.k * shape.batch, shape.k},
+      .weight = {nullptr, shape.weight_by_output ? shape.k : shape.n, shape.n * shape.k},
+      .out = {nullptr, shape.n * shape.batch, shape.n}};
   const Descriptors descriptors(lt_, typical);
   cublasLtMatmulPreference_t preference = nullptr;
   lt_.check(lt_.MatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
-  const std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, cublasStatus_t (*)(
-                                                              cublasLtMatmulPreference_t)>
+  const std::unique_ptr<cublasLtMatmulPreferenceOpaque_t,
+                        cublasStatus_t (*)(cublasLtMatmulPreference_t)>
       owner(preference, lt_.MatmulPreferenceDestroy);
   const uint64_t workspace = 0;
   const uint32_t no_split_k = CUBLASLT_REDUCTION_SCHEME_NONE;
@@ -121,8 +121,8 @@ cublasLtMatmulAlgo_t Gemm::algorithm(const Shape& shape) {
   cublasLtMatmulHeuristicResult_t result = {};
   int found = 0;
   const cublasStatus_t status = lt_.MatmulAlgoGetHeuristic(
-      handle_, descriptors.operation(), descriptors.weight(), descriptors.rows(),
-      descriptors.out(), descriptors.out(), preference, 1, &result, &found);
+      handle_, descriptors.operation(), descriptors.weight(), descriptors.rows(), descriptors.out(),
+      descriptors.out(), preference, 1, &result, &found);
   lt_.check(status, "cublasLtMatmulAlgoGetHeuristic");
   if (found == 0) {
     throw_error(ErrorCode::kDevice, "cuBLASLt has no algorithm for n = {}, k = {}, batch {}",

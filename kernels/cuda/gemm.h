@@ -14,8 +14,8 @@
 
 namespace mla::cuda {
 
-/// out[b][m, n] = rows[b][m, k] w[b], for b in [0, batch): w[b] is [k, n] in memory, or [n, k] where
-/// `weight_by_output`. All bf16; strides in elements.
+/// out[b][m, n] = rows[b][m, k] w[b], for b in [0, batch): w[b] is [k, n] in memory, or [n, k]
+/// where `weight_by_output`. All bf16; strides in elements.
 struct Product {
   struct Matrix {
     const void* data = nullptr;

@@ -14,8 +14,8 @@
 
 namespace mla::cuda {
 
-/// Rows of shared memory are 16 bytes longer than their values, an odd multiple of 16 bytes, so that
-/// the eight rows of a fragment lie in different banks.
+/// Rows of shared memory are 16 bytes longer than their values, an odd multiple of 16 bytes, so
+/// that the eight rows of a fragment lie in different banks.
 template <typename T, int kQkDim, int kVDim>
 struct AttentionTiles {
   static constexpr int kQkRow = kQkDim + 8;
@@ -48,8 +48,8 @@ __device__ inline void copy_rows(T* tile, const T* source, int64_t stride, int r
     const int row = i / kUnits;
     const int column = i % kUnits * 8;
     const bool valid = row < rows && column < dim;
-    copy16_async(tile + row * kTileStride + column,
-                 valid ? source + row * stride + column : source, valid);
+    copy16_async(tile + row * kTileStride + column, valid ? source + row * stride + column : source,
+                 valid);
   }
 }
 
@@ -135,9 +135,9 @@ class AttentionBlock {
   }
 
   __device__ void load_v(int32_t first_key) {
-    const T* const v =
-        static_cast<const T*>(p_.v.data) +
-        (int64_t{tile_.item.k_begin} + first_key) * p_.v.row_stride + tile_.head * p_.v.head_stride;
+    const T* const v = static_cast<const T*>(p_.v.data) +
+                       (int64_t{tile_.item.k_begin} + first_key) * p_.v.row_stride +
+                       tile_.head * p_.v.head_stride;
     copy_rows<kKeyTile, kVDim, Tiles::kVRow>(tiles_.v, v, p_.v.row_stride,
                                              min(kKeyTile, keys_ - first_key), p_.v_head_dim);
   }
@@ -213,8 +213,8 @@ class AttentionBlock {
   }
 
   /// out += weights V. Where the mask cuts through the block, a value that is not finite must reach
-  /// the queries that see it and no other, though 0 * NaN is NaN: it counts as 0 in the product, and
-  /// a second product, of who sees a key and which values are not finite, says what is NaN.
+  /// the queries that see it and no other, though 0 * NaN is NaN: it counts as 0 in the product,
+  /// and a second product, of who sees a key and which values are not finite, says what is NaN.
   template <bool kMasked>
   __device__ void accumulate_values(const float (&weights)[kKeyGroups][4], int32_t first_key) {
     const int32_t visible[2] = {tile_.visible(query(0)), tile_.visible(query(1))};
@@ -222,15 +222,15 @@ class AttentionBlock {
     const int column = lane() / 16 * 8;
 #pragma unroll
     for (int step = 0; step < kKeyTile / 16; ++step) {
-      const float (&low)[4] = weights[2 * step];
-      const float (&high)[4] = weights[2 * step + 1];
+      const float(&low)[4] = weights[2 * step];
+      const float(&high)[4] = weights[2 * step + 1];
       const uint32_t a[4] = {Math::pack(low[0], low[1]), Math::pack(low[2], low[3]),
                              Math::pack(high[0], high[1]), Math::pack(high[2], high[3])};
 #pragma unroll
       for (int group = 0; group < kVGroups; group += 2) {
         uint32_t b[4];
-        load_matrices_transposed(
-            b, tiles_.v + (step * 16 + key) * Tiles::kVRow + group * 8 + column);
+        load_matrices_transposed(b,
+                                 tiles_.v + (step * 16 + key) * Tiles::kVRow + group * 8 + column);
         if constexpr (kMasked) {
           uint32_t odd[4];
 #pragma unroll
@@ -282,9 +282,10 @@ class AttentionBlock {
       MergeWeights weights{0.0f, empty ? 0.0f : 1.0f, lse};
       const bool has_prefix = exists && p_.prefix_out.data != nullptr;
       if (has_prefix) {
-        weights = merge_weights(p_.prefix_lse.data[tile_.head * p_.prefix_lse.head_stride +
-                                                   row * p_.prefix_lse.row_stride],
-                                lse);
+        weights = merge_weights(
+            p_.prefix_lse
+                .data[tile_.head * p_.prefix_lse.head_stride + row * p_.prefix_lse.row_stride],
+            lse);
       }
       __syncwarp();  // the prefix's lse may be where the lse goes
       if (!exists) continue;
@@ -299,9 +300,9 @@ class AttentionBlock {
           if (column >= p_.v_head_dim) continue;
           float value = out_[group][2 * half + j] * factor;
           if (has_prefix) {
-            const float* const prefix =
-                static_cast<const float*>(p_.prefix_out.data) + row * p_.prefix_out.row_stride +
-                tile_.head * p_.prefix_out.head_stride;
+            const float* const prefix = static_cast<const float*>(p_.prefix_out.data) +
+                                        row * p_.prefix_out.row_stride +
+                                        tile_.head * p_.prefix_out.head_stride;
             value = merge_values(weights, weights.prefix == 0.0f ? 0.0f : prefix[column], value);
           }
           const int64_t at = row * p_.out.row_stride + tile_.head * p_.out.head_stride + column;
@@ -328,7 +329,8 @@ class AttentionBlock {
 /// see most keys, come first.
 template <typename T, int kQkDim, int kVDim>
 __global__ void __launch_bounds__(kAttentionThreads)
-    generic_attention_kernel(const __grid_constant__ PrefillAttentionParams p, int64_t query_tiles) {
+    generic_attention_kernel(const __grid_constant__ PrefillAttentionParams p,
+                             int64_t query_tiles) {
   extern __shared__ __align__(16) std::byte shared[];
   const int64_t item = blockIdx.x / query_tiles / p.num_heads;
   if (item >= length(p.num_items)) return;
@@ -337,8 +339,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
   tile.head = blockIdx.x / query_tiles % p.num_heads;
   tile.first = static_cast<int32_t>(query_tiles - 1 - blockIdx.x % query_tiles) * kQueryTile;
   if (tile.first >= tile.item.q_len) return;
-  AttentionBlock<T, kQkDim, kVDim>(
-      p, tile, *reinterpret_cast<AttentionTiles<T, kQkDim, kVDim>*>(shared))
+  AttentionBlock<T, kQkDim, kVDim>(p, tile,
+                                   *reinterpret_cast<AttentionTiles<T, kQkDim, kVDim>*>(shared))
       .run();
 }
 

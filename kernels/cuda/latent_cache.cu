@@ -1,7 +1,6 @@
 // A block moves 32 rows: first where each of them lies in the cache, then the values, eight at a
 // time, with consecutive threads on consecutive values.
 #include "kernels/cuda/latent_cache.h"
-
 #include "kernels/cuda/latent_row.cuh"
 #include "kernels/cuda/launch.cuh"
 
@@ -151,17 +150,15 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t position = int64_t{p.starts[span]} + row - p.cu_seq_lens[span];
     const int64_t page_size = p.kv_cache.page_size;
     const int64_t page = p.block_table[span * p.block_table_stride + position / page_size];
-    sources[threadIdx.x] = cache_row(static_cast<const std::byte*>(p.kv_cache.data), page,
-                                     position % page_size, p.kv_cache.page_stride,
-                                     row_bytes<kFormat>(p.kv_lora_rank, p.qk_rope_head_dim));
+    sources[threadIdx.x] =
+        cache_row(static_cast<const std::byte*>(p.kv_cache.data), page, position % page_size,
+                  p.kv_cache.page_stride, row_bytes<kFormat>(p.kv_lora_rank, p.qk_rope_head_dim));
   }
   __syncthreads();
 
   for_each_unit(
       rows, (p.kv_lora_rank + p.qk_rope_head_dim) / 8,
-      [&](int row, int unit) {
-        return read_unit<kFormat>(sources[row], unit, p.kv_cache.scale);
-      },
+      [&](int row, int unit) { return read_unit<kFormat>(sources[row], unit, p.kv_cache.scale); },
       [&](int row, int unit, const Bf16x8& values) {
         store8(static_cast<__nv_bfloat16*>(p.latent.data) +
                    (first_row + row) * p.latent.row_stride + unit * 8,

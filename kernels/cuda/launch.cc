@@ -7,8 +7,8 @@
 
 namespace mla::cuda {
 
-cudaLaunchConfig_t launch_config(const char* what, int64_t blocks, int threads,
-                                 size_t shared_bytes, cudaStream_t stream) {
+cudaLaunchConfig_t launch_config(const char* what, int64_t blocks, int threads, size_t shared_bytes,
+                                 cudaStream_t stream) {
   constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
   if (blocks > kMaxBlocks) {
     throw_error(ErrorCode::kInvalidArgument, "{} would take {} blocks, at most {}", what, blocks,

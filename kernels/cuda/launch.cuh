@@ -60,7 +60,8 @@ __device__ inline void store8(T* data, const Vector8<T>& vector, bool aligned) {
 }
 
 /// Whether data, and what lies multiples of the strides further on, can be moved as Vector8.
-inline bool vector_aligned(const void* data, DType dtype, int64_t stride, int64_t other_stride = 0) {
+inline bool vector_aligned(const void* data, DType dtype, int64_t stride,
+                           int64_t other_stride = 0) {
   const size_t alignment = dtype_bytes(dtype) == 1 ? 8 : 16;
   const int64_t elements = static_cast<int64_t>(alignment) / dtype_bytes(dtype);
   return reinterpret_cast<uintptr_t>(data) % alignment == 0 && stride % elements == 0 &&

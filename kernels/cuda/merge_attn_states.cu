@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(kThreads, 4)
                  const __grid_constant__ MergeTiles tiles) {
   __shared__ float2 row_weights[kTileRows];
   const int64_t tokens = length(p.num_tokens);
-  const int64_t first_token = int64_t{blockIdx.x / tiles.head_tiles} *
-                              (kTileRows >> tiles.head_shift);
+  const int64_t first_token =
+      int64_t{blockIdx.x / tiles.head_tiles} * (kTileRows >> tiles.head_shift);
   const int first_head = static_cast<int>(blockIdx.x % tiles.head_tiles) << tiles.head_shift;
   if (first_token >= tokens) return;
 
