@@ -5,6 +5,7 @@
 
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "metadata/context_parallel.h"
@@ -56,6 +57,21 @@ TEST(BlockTable, TooShortForTheUsedPart) {
   // The field's case: a span from 128 of length 65 over a table of two pages of 64.
   expect_refused([&] { validate_block_table(table, lens(128 + 65), 64, 3, false); },
                  {"request 0", "193", "4 pages", "has 2"});
+  expect_refused(
+      [&] {
+        validate_block_table(table, std::vector<int32_t>{1, 0}, 64, 3, false);
+      },
+      {"1 rows", "2 requests"});
+  expect_refused([&] { validate_block_table(table, lens(-200), 64, 3, true); },
+                 {"request 0", "-200", "below 0"});
+  expect_refused([&] { validate_block_table(table, lens(1), 0, 3, true); }, {"page_size is 0"});
+  const HostBlockTable overlapping = {ids.data(), 1, 2, 1};
+  expect_refused([&] { validate_block_table(overlapping, lens(1), 64, 3, true); },
+                 {"row stride 1", "2 pages"});
+  const HostBlockTable missing = {nullptr, 1, 2, 2};
+  EXPECT_NO_THROW(validate_block_table(missing, lens(0), 64, 3, true));
+  expect_refused([&] { validate_block_table(missing, lens(65), 64, 3, true); },
+                 {"request 0", "65", "no block table"});
 }
 
 TEST(BlockTable, IdsAreCheckedInTheUsedPartOnly) {
@@ -115,8 +131,20 @@ TEST(ContextParallel, SpansOfTheField) {
 }
 
 TEST(Model, PresetsAndNames) {
-  EXPECT_EQ(find_preset("deepseek-v3"), (ModelDims{128, 128, 64, 128, 512}));
-  EXPECT_EQ(find_preset("glm-4.7-flash"), (ModelDims{20, 192, 64, 256, 512}));
+  const std::pair<const char*, ModelDims> presets[] = {
+      {"deepseek-v2", {128, 128, 64, 128, 512}},  {"deepseek-v2-lite", {16, 128, 64, 128, 512}},
+      {"deepseek-v3", {128, 128, 64, 128, 512}},  {"deepseek-r1", {128, 128, 64, 128, 512}},
+      {"kimi-k2", {64, 128, 64, 128, 512}},       {"glm-5", {64, 192, 64, 256, 512}},
+      {"glm-4.7-flash", {20, 192, 64, 256, 512}},
+  };
+  for (const auto& [name, dims] : presets) {
+    EXPECT_EQ(find_preset(name), dims) << name;
+    EXPECT_NO_THROW(validate_dims(dims));
+  }
+  EXPECT_EQ(model_presets().size(), std::size(presets));
+  for (const char* name : {"bf16", "fp8_e4m3", "fp8_ds_mla"}) {
+    EXPECT_EQ(kv_cache_format_name(find_kv_cache_format(name)), name);
+  }
   expect_refused([] { find_preset("gpt-2"); }, {"gpt-2", "deepseek-v2-lite", "kimi-k2"});
   expect_refused([] { find_kv_cache_format("int4"); }, {"int4", "fp8_ds_mla"});
   EXPECT_FLOAT_EQ(default_softmax_scale(find_preset("kimi-k2")), 0.072168784f);
@@ -136,6 +164,7 @@ TEST(Model, RowBytes) {
 
 TEST(Model, RefusedDimsAndScales) {
   expect_refused([] { validate_dims({0, 128, 64, 128, 512}); }, {"num_heads is 0"});
+  expect_refused([] { validate_dims({1025, 128, 64, 128, 512}); }, {"num_heads is 1025", "1024"});
   expect_refused([] { validate_dims({1, 100, 64, 128, 512}); }, {"qk_nope_head_dim is 100"});
   expect_refused([] { validate_dims({1, 128, 64, 2048, 512}); }, {"v_head_dim is 2048", "1024"});
   expect_refused([] { validate_softmax_scale(std::numeric_limits<float>::quiet_NaN()); }, {"nan"});

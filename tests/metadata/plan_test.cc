@@ -1,10 +1,11 @@
-// Plans: the schedules of the field with their right values, and properties of random ones.
+// Plans beside their schedule: paths, the block table, shape classes, the hash, refusals.
 #include "metadata/plan.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
+#include <cstdint>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -15,27 +16,13 @@
 namespace mla {
 namespace {
 
-PlanConfig config_of(int32_t workspace_tokens, int32_t page_size,
-                     Schedule schedule = Schedule::kPacked) {
-  PlanConfig config;
-  config.dims = find_preset("deepseek-v2-lite");
-  config.workspace_tokens = workspace_tokens;
-  config.page_size = page_size;
-  config.schedule = schedule;
-  return config;
-}
+constexpr Schedule kSchedules[] = {Schedule::kPacked, Schedule::kUniform, Schedule::kFixed};
 
-StepPlan plan_of(const PlanConfig& config, const OwnedBatch& batch) {
+StepPlan plan_of(const PlanConfig& config, const OwnedBatch& batch,
+                 const ShapeClass& shape_class = {}) {
   StepPlan plan;
-  build_plan(config, batch.view(), nullptr, plan);
+  build_plan(config, batch.view(), nullptr, plan, shape_class);
   return plan;
-}
-
-std::vector<int32_t> repeat(size_t n, int32_t value) { return std::vector<int32_t>(n, value); }
-
-std::vector<int32_t> concat(std::vector<int32_t> a, const std::vector<int32_t>& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  return a;
 }
 
 std::vector<int32_t> lens_of(const StepPlan& plan, const Chunk& chunk) {
@@ -43,333 +30,319 @@ std::vector<int32_t> lens_of(const StepPlan& plan, const Chunk& chunk) {
   return {lens.begin(), lens.end()};
 }
 
-constexpr Schedule kSchedules[] = {Schedule::kPacked, Schedule::kUniform, Schedule::kFixed};
-
-TEST(Plan, PacksOneLongAndManyShortContextsIntoOneChunk) {
-  const OwnedBatch batch(repeat(32, 513), concat({60000}, repeat(31, 16)));
-  const StepPlan plan = plan_of(config_of(65536, 16), batch);
-  ASSERT_EQ(plan.chunks().size(), 1u);
-  EXPECT_EQ(plan.chunks()[0].seq_tot, 60496);
-  EXPECT_FALSE(plan.chunks()[0].has_empty_context);
-  check_plan(plan, batch);
-}
-
-TEST(Plan, UniformSplitLeavesLaterChunksWithoutKeys) {
-  const OwnedBatch batch(repeat(32, 513), concat({60000}, repeat(31, 16)));
-  const StepPlan plan = plan_of(config_of(65536, 16, Schedule::kUniform), batch);
-  ASSERT_EQ(plan.chunks().size(), 30u);  // ceil(60,000 / 2,048)
-  EXPECT_FALSE(plan.chunks()[0].has_empty_context);
-  for (const Chunk& chunk : plan.chunks().subspan(1)) {
-    EXPECT_TRUE(chunk.has_empty_context);
-    EXPECT_EQ(chunk.request_begin, 0);
-    EXPECT_EQ(chunk.request_end, 32);
+/// Expects build_plan to refuse, naming all of `words`, and to leave the plan empty.
+void expect_refused(const PlanConfig& config, const OwnedBatch& batch,
+                    const std::vector<std::string>& words, const HostBlockTable* table = nullptr,
+                    const ShapeClass& shape_class = {},
+                    ErrorCode code = ErrorCode::kInvalidArgument) {
+  StepPlan plan = plan_of(make_config(1024, 16), OwnedBatch({3, 4}, {500, 700}));
+  const std::string message =
+      error_of(code, [&] { build_plan(config, batch.view(), table, plan, shape_class); });
+  for (const std::string& word : words) {
+    EXPECT_NE(message.find(word), std::string::npos) << "'" << word << "' is not in: " << message;
   }
-  check_plan(plan, batch);
+  EXPECT_EQ(plan.num_requests(), 0);
+  EXPECT_EQ(plan.num_query_tokens(), 0);
+  EXPECT_TRUE(plan.chunk_slots().empty());
+  EXPECT_TRUE(plan.new_token_slots().empty());
+  EXPECT_TRUE(plan.absorb_passes().empty());
+  EXPECT_TRUE(plan.block().empty());
 }
 
-TEST(Plan, UniformTakesFewerRequestsWhereAPageEachDoesNotFit) {
-  const OwnedBatch batch(repeat(300, 2), repeat(300, 48));
-  for (Schedule schedule : kSchedules) {
-    SCOPED_TRACE(schedule_name(schedule));
-    check_plan(plan_of(config_of(256, 16, schedule), batch), batch);
-  }
-  EXPECT_EQ(plan_of(config_of(256, 16), batch).chunks().size(), 57u);  // ceil(14,400 / 256)
-}
-
-TEST(Plan, SchedulesOfTheField) {
-  const std::vector<std::vector<int32_t>> contexts = {concat({960}, repeat(7, 16)),
-                                                      {2048, 320},
-                                                      {1024, 1024, 1024},
-                                                      {37, 1000, 5},
-                                                      {1},
-                                                      {64, 0, 64, 0},
-                                                      {0, 0, 7, 0, 0}};
-  for (const std::vector<int32_t>& lens : contexts) {
-    for (Schedule schedule : kSchedules) {
-      SCOPED_TRACE(std::string(schedule_name(schedule)) + " " + testing::PrintToString(lens));
-      const OwnedBatch batch(repeat(lens.size(), 3), lens);
-      const StepPlan plan = plan_of(config_of(1024, 16, schedule), batch);
-      check_plan(plan, batch);
-      if (schedule == Schedule::kPacked) {
-        int64_t total = 0;
-        for (int32_t length : lens) total += length;
-        EXPECT_LE(static_cast<int64_t>(plan.chunks().size()), (total + 1023) / 1024 + 1);
-      }
-    }
-  }
-}
-
-TEST(Plan, TrimsContextFreeRequestsAtBothEndsAndKeepsThoseInside) {
-  const OwnedBatch batch(repeat(6, 2), {0, 64, 0, 64, 0, 0});
-  const StepPlan plan = plan_of(config_of(1024, 16), batch);
-  ASSERT_EQ(plan.chunks().size(), 1u);
-  const Chunk& chunk = plan.chunks()[0];
-  EXPECT_EQ(chunk.request_begin, 1);
-  EXPECT_EQ(chunk.request_end, 4);
-  EXPECT_EQ(lens_of(plan, chunk), (std::vector<int32_t>{64, 0, 64}));
-  EXPECT_TRUE(chunk.has_empty_context);
-}
-
-TEST(Plan, CutsOnlyWhereTheChunkIsFullAndAtPages) {
-  const OwnedBatch batch({1, 1}, {100, 400});
-  const StepPlan plan = plan_of(config_of(256, 16), batch);
-  ASSERT_EQ(plan.chunks().size(), 2u);
-  EXPECT_EQ(lens_of(plan, plan.chunks()[0]), (std::vector<int32_t>{100, 144}));
-  EXPECT_EQ(lens_of(plan, plan.chunks()[1]), (std::vector<int32_t>{256}));
-  check_plan(plan, batch);
-}
-
-TEST(Plan, FixedCutsDependOnTheRequestAlone) {
-  PlanConfig config = config_of(4096, 16, Schedule::kFixed);
-  config.split_tokens = 512;
-  const auto cuts_of = [&](const OwnedBatch& batch, int32_t request) {
-    const StepPlan plan = plan_of(config, batch);
-    std::vector<int32_t> cuts;
-    for (const Chunk& chunk : plan.chunks()) {
-      if (request < chunk.request_begin || request >= chunk.request_end) continue;
-      cuts.push_back(plan.host(chunk.starts)[request - chunk.request_begin]);
-      cuts.push_back(plan.host(chunk.seq_lens)[request - chunk.request_begin]);
-      if (cuts.back() == 0) cuts.resize(cuts.size() - 2);
-    }
-    const int32_t first = batch.query_start_loc[request];
-    for (const NewTokenPiece& piece : plan.new_token_pieces()) {
-      for (const AttentionItem& item : plan.host(piece.final_items)) {
-        if (item.q_begin < first || item.q_begin >= batch.query_start_loc[request + 1]) continue;
-        cuts.push_back(item.q_begin - first);
-        cuts.push_back(item.q_len);
-      }
-    }
-    return cuts;
-  };
-  const std::vector<int32_t> alone = cuts_of(OwnedBatch({1300}, {1337}), 0);
-  EXPECT_EQ(alone,
-            (std::vector<int32_t>{0, 512, 512, 512, 1024, 313, 0, 512, 512, 512, 1024, 276}));
-  EXPECT_EQ(cuts_of(OwnedBatch({7, 0, 1300, 900}, {5000, 16, 1337, 3}), 2), alone);
-  EXPECT_EQ(
-      cuts_of(OwnedBatch(concat(repeat(31, 257), {1300}), concat(repeat(31, 999), {1337})), 31),
-      alone);
-}
-
-TEST(Plan, DefaultSplitIsTheLargestPageMultiple) {
-  EXPECT_EQ(effective_split_tokens(config_of(65536, 48)), 4080);
-  EXPECT_EQ(effective_split_tokens(config_of(1000, 64)), 960);
-  EXPECT_EQ(effective_split_tokens(config_of(16384, 8192)), 8192);
-}
-
-TEST(Plan, NewTokensAboveTheWorkspaceGoInPieces) {
-  const OwnedBatch batch({100, 300, 20}, {0, 50, 0});
-  const StepPlan plan = plan_of(config_of(128, 16), batch);
-  ASSERT_EQ(plan.new_token_pieces().size(), 4u);
-  EXPECT_EQ(plan.new_token_pieces()[0].carried_items.size, 1);
-  check_plan(plan, batch);
-}
-
-TEST(Plan, ShardedLengthsOfOneToken) {
-  PlanConfig config = config_of(65536, 16);
-  const OwnedBatch batch(repeat(7, 33), repeat(7, 12345));
-  for (int32_t rank = 0; rank < 8; ++rank) {
-    config.shard = {8, rank, 1};
-    const StepPlan plan = plan_of(config, batch);
-    ASSERT_EQ(plan.chunks().size(), 1u);
-    EXPECT_EQ(lens_of(plan, plan.chunks()[0]), repeat(7, rank == 0 ? 1544 : 1543));
-    check_plan(plan, batch);
-  }
-}
-
-TEST(Plan, AChunkCanBeEmptyOnOneRankOnly) {
-  PlanConfig config = config_of(65536, 64);
-  const OwnedBatch batch({5, 5}, {1000, 50});
-  const int32_t first[] = {256, 256, 256, 232};
-  for (int32_t rank = 0; rank < 4; ++rank) {
-    config.shard = {4, rank, 64};
-    const StepPlan plan = plan_of(config, batch);
-    ASSERT_EQ(plan.chunks().size(), 1u);
-    EXPECT_EQ(lens_of(plan, plan.chunks()[0]),
-              (std::vector<int32_t>{first[rank], rank == 0 ? 50 : 0}));
-    EXPECT_EQ(plan.chunks()[0].has_empty_context, rank != 0);
-  }
-}
-
-TEST(Plan, DecodeContextParallelCaseOfTheField) {
-  PlanConfig config = config_of(1024, 128);
-  const OwnedBatch batch(repeat(3, 2), {3000, 200, 200});
-  uint64_t hash = 0;
-  for (int32_t rank = 0; rank < 2; ++rank) {
-    config.shard = {2, rank, 64};
-    const StepPlan plan = plan_of(config, batch);
-    check_plan(plan, batch);
-    if (rank > 0) {
-      EXPECT_EQ(plan.hash(), hash);
-    }
-    hash = plan.hash();
-  }
-}
-
-TEST(Plan, AbsorbedRequestsFillChunksOfTheirOwn) {
-  PlanConfig config = config_of(4096, 16);
+TEST(Paths, AbsorbedRequestsFillChunksOfTheirOwn) {
+  PlanConfig config = make_config(4096, 16);
   config.path = PathPolicy::kAuto;
   const OwnedBatch batch({1000, 4, 1000, 300}, {3000, 3000, 500, 64});
-  const StepPlan plan = plan_of(config, batch);
+  const std::vector<StepPlan> plans = build_all_ranks(config, batch);
+  check_plans(plans, batch);
+  const StepPlan& plan = plans[0];
   ASSERT_EQ(plan.chunks().size(), 2u);
   EXPECT_EQ(plan.chunks()[0].path, Path::kExpand);
   EXPECT_EQ(lens_of(plan, plan.chunks()[0]), (std::vector<int32_t>{3000, 0, 500, 64}));
   EXPECT_TRUE(plan.chunks()[0].has_empty_context);
   EXPECT_EQ(plan.chunks()[1].path, Path::kAbsorb);
   EXPECT_EQ(lens_of(plan, plan.chunks()[1]), (std::vector<int32_t>{3000}));
-  check_plan(plan, batch);
 }
 
-TEST(Plan, PathsBreakEvenWhereTheFlopsDo) {
+TEST(Paths, AbsorbedItemsGoInPassesOfBoundedRows) {
+  PlanConfig config = make_config(4096, 16);
+  config.path = PathPolicy::kAbsorb;
+  const OwnedBatch batch({100, 600, 100, 100}, {10, 20, 0, 30});
+  const std::vector<StepPlan> plans = build_all_ranks(config, batch);
+  check_plans(plans, batch);
+  std::vector<std::pair<int32_t, int32_t>> passes;
+  for (const AbsorbPass& pass : plans[0].absorb_passes()) {
+    passes.push_back({pass.row_begin, pass.row_end});
+  }
+  // Request 1 is cut at its own rows 256 and 512; its last 88 rows are alone, since request 3
+  // begins 188 rows after them and would end past 256.
+  EXPECT_EQ(passes, (std::vector<std::pair<int32_t, int32_t>>{
+                        {0, 100}, {100, 356}, {356, 612}, {612, 700}, {800, 900}}));
+}
+
+TEST(Paths, BreakEvenWhereTheFlopsDo) {
   const ModelDims dims = find_preset("deepseek-v3");
-  for (int32_t k : {64, 171, 1024, 65536, 1 << 20}) {
+  for (const int32_t k : {64, 171, 1024, 65536, 1 << 20}) {
     // The count solved for q: L(P+V)k / ((2L + Rr - P - Rr - V)k + L(P+V)) = 170.7k / (k + 170.7)
     const double even = 131072.0 * k / (768.0 * k + 131072.0);
+    EXPECT_NEAR(even, 171.0 * k / (k + 171.0), 0.4);
     EXPECT_EQ(cheaper_path(dims, static_cast<int32_t>(even) - 1, k), Path::kAbsorb) << k;
     EXPECT_EQ(cheaper_path(dims, static_cast<int32_t>(even) + 1, k), Path::kExpand) << k;
   }
 }
 
-TEST(Plan, EmptyBatches) {
-  for (Schedule schedule : kSchedules) {
-    for (const OwnedBatch& batch :
-         {OwnedBatch({}, {}), OwnedBatch({0, 0}, {0, 0}), OwnedBatch({0}, {100})}) {
-      const StepPlan plan = plan_of(config_of(64, 16, schedule), batch);
-      EXPECT_TRUE(plan.new_token_pieces().empty());
-      check_plan(plan, batch);
-    }
-    StepPlan plan;
-    build_plan(config_of(64, 16, schedule), Batch{}, nullptr, plan);
-    EXPECT_EQ(plan.num_requests(), 0);
-  }
+TEST(Paths, AreChosenByGlobalLengthsOnEveryRank) {
+  PlanConfig config = make_config(4096, 16);
+  config.path = PathPolicy::kAuto;
+  config.shard = {8, 0, 16};
+  // 130 new tokens over 800 cached ones are absorbed, over a rank's share of 100 they would not be.
+  ASSERT_EQ(cheaper_path(config.dims, 130, 800), Path::kAbsorb);
+  ASSERT_EQ(cheaper_path(config.dims, 130, 112), Path::kExpand);
+  const OwnedBatch batch({130}, {800});
+  const std::vector<StepPlan> plans = build_all_ranks(config, batch);
+  check_plans(plans, batch);
+  EXPECT_EQ(plans[0].chunks()[0].path, Path::kAbsorb);
 }
 
-TEST(Plan, RandomPlansHoldEveryRowOnce) {
-  const auto seed = std::random_device{}();
-  SCOPED_TRACE("seed " + std::to_string(seed));
-  std::mt19937 random(seed);
-  const auto pick = [&](std::vector<int32_t> values) { return values[random() % values.size()]; };
-  for (int round = 0; round < 400; ++round) {
-    PlanConfig config = config_of(0, pick({1, 16, 64, 128}), kSchedules[random() % 3]);
-    config.workspace_tokens = config.page_size * pick({1, 2, 3, 7, 40}) + pick({0, 0, 1, 13});
-    config.path =
-        std::array{PathPolicy::kExpand, PathPolicy::kAbsorb, PathPolicy::kAuto}[random() % 3];
-    config.shard.world = pick({1, 1, 2, 3, 4, 8});
-    config.shard.interleave = pick({1, 16, 64});
-    std::vector<int32_t> query_lens;
-    std::vector<int32_t> contexts;
-    for (int32_t r = pick({1, 2, 5, 20}); r > 0; --r) {
-      query_lens.push_back(pick({0, 1, 2, 3, 17, 300}));
-      contexts.push_back(pick({0, 0, 1, config.shard.world - 1, 15, 64, 129, 1000, 2500}));
-    }
-    const OwnedBatch batch(query_lens, contexts);
-    std::vector<int64_t> local(contexts.size(), 0);
-    uint64_t hash = 0;
-    size_t num_chunks = 0;
-    for (int32_t rank = 0; rank < config.shard.world; ++rank) {
-      config.shard.rank = rank;
-      const StepPlan plan = plan_of(config, batch);
-      check_plan(plan, batch);
-      if (rank > 0) {
-        EXPECT_EQ(plan.hash(), hash);
-        EXPECT_EQ(plan.chunks().size(), num_chunks);
-      }
-      hash = plan.hash();
-      num_chunks = plan.chunks().size();
-      const auto context_start_loc = plan.host(plan.context_start_loc());
-      for (size_t r = 0; r < contexts.size(); ++r) {
-        local[r] += context_start_loc[r + 1] - context_start_loc[r];
-      }
-    }
-    for (size_t r = 0; r < contexts.size(); ++r) EXPECT_EQ(local[r], contexts[r]);
-    if (HasFailure()) FAIL() << "round " << round;
+TEST(Paths, AndSchedulesHaveNames) {
+  for (const Schedule schedule : kSchedules) {
+    EXPECT_EQ(find_schedule(schedule_name(schedule)), schedule);
   }
+  EXPECT_EQ(path_name(Path::kAbsorb), "absorb");
+  EXPECT_EQ(find_path_policy("auto"), PathPolicy::kAuto);
+  EXPECT_EQ(error_of(ErrorCode::kInvalidArgument, [] { find_schedule("even"); }),
+            "unknown schedule 'even'; known: packed, uniform, fixed");
+  EXPECT_EQ(error_of(ErrorCode::kInvalidArgument, [] { find_path_policy("fold"); }),
+            "unknown path 'fold'; known: auto, expand, absorb");
 }
 
-TEST(Plan, CarriesTheUsedPartOfAHostTable) {
-  const OwnedBatch batch({1, 1}, {33, 5});
+TEST(BlockTable, CarriesTheUsedPart) {
   const std::vector<int32_t> ids = {4, 9, 7, -5, 3, -5, -5, -5};
   const HostBlockTable table = {ids.data(), 2, 3, 4};
   StepPlan plan;
-  build_plan(config_of(64, 16), batch.view(), &table, plan);
+  build_plan(make_config(64, 16), OwnedBatch({1, 1}, {33, 5}).view(), &table, plan);
   EXPECT_EQ(plan.block_table_stride(), 3);
   const auto carried = plan.host(plan.block_table());
   EXPECT_EQ((std::vector<int32_t>{carried.begin(), carried.end()}),
             (std::vector<int32_t>{4, 9, 7, 3, 0, 0}));
+
+  // Rank 1 of 2 holds 16 of 33 tokens, one page, and none of 5.
+  PlanConfig config = make_config(64, 16);
+  config.shard = {2, 1, 16};
+  build_plan(config, OwnedBatch({1, 1}, {33, 5}).view(), &table, plan);
+  EXPECT_EQ(plan.block_table_stride(), 1);
+  EXPECT_EQ(plan.host(plan.block_table())[0], 4);
+}
+
+TEST(BlockTable, RefusesOneThatIsTooSmall) {
+  const std::vector<int32_t> ids(8, 1);
+  const OwnedBatch batch({1, 1}, {33, 5});
+  const PlanConfig config = make_config(64, 16);
+  const HostBlockTable few_pages = {ids.data(), 2, 2, 4};
+  const HostBlockTable few_rows = {ids.data(), 1, 4, 4};
+  const HostBlockTable overlapping = {ids.data(), 2, 4, 3};
+  const HostBlockTable missing = {nullptr, 2, 4, 4};
+  expect_refused(config, batch, {"2 rows of 2 pages", "2 of 3"}, &few_pages);
+  expect_refused(config, batch, {"1 rows of 4 pages", "2 of 3"}, &few_rows);
+  expect_refused(config, batch, {"stride 3", "4 pages"}, &overlapping);
+  expect_refused(config, batch, {"null"}, &missing);
+}
+
+TEST(Hash, CoversScheduleAndBatchButNotTheRank) {
+  PlanConfig config = make_config(1024, 16, Schedule::kFixed);
+  config.shard = {4, 0, 16};
+  const OwnedBatch batch({3, 4}, {500, 700});
+  const uint64_t hash = plan_of(config, batch).hash();
+  const auto hash_with = [&](auto change) {
+    PlanConfig changed = config;
+    change(changed);
+    return plan_of(changed, batch).hash();
+  };
+  EXPECT_EQ(hash_with([](PlanConfig& c) { c.shard.rank = 3; }), hash);
+  EXPECT_EQ(hash_with([](PlanConfig& c) { c.split_tokens = 1024; }), hash);  // the default
+  EXPECT_NE(hash_with([](PlanConfig& c) { c.split_tokens = 512; }), hash);
+  EXPECT_NE(hash_with([](PlanConfig& c) { c.workspace_tokens = 1040; }), hash);
+  EXPECT_NE(hash_with([](PlanConfig& c) { c.page_size = 32; }), hash);
+  EXPECT_NE(hash_with([](PlanConfig& c) { c.schedule = Schedule::kPacked; }), hash);
+  EXPECT_NE(hash_with([](PlanConfig& c) { c.path = PathPolicy::kAuto; }), hash);
+  EXPECT_NE(hash_with([](PlanConfig& c) { c.shard.world = 8; }), hash);
+  EXPECT_NE(hash_with([](PlanConfig& c) { c.shard.interleave = 64; }), hash);
+  EXPECT_NE(hash_with([](PlanConfig& c) { c.dims.num_heads = 16; }), hash);
+  EXPECT_NE(plan_of(config, OwnedBatch({3, 4}, {500, 701})).hash(), hash);
+  EXPECT_NE(plan_of(config, OwnedBatch({3, 4}, {700, 500})).hash(), hash);
+  EXPECT_NE(plan_of(config, OwnedBatch({4, 3}, {500, 700})).hash(), hash);
+  EXPECT_NE(plan_of(config, OwnedBatch({3, 4, 0}, {500, 700, 0})).hash(), hash);
+}
+
+template <typename T>
+void expect_same_place(BlockArray<T> a, BlockArray<T> b) {
+  EXPECT_EQ(a.offset, b.offset);
 }
 
 TEST(ShapeClass, FixesEveryOffset) {
-  const PlanConfig config = config_of(256, 16);
-  const ShapeClass shape_class = {8, 600, 6, 40};
+  const uint32_t seed = std::random_device{}();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937 random(seed);
+  const ShapeClass shape_class = {8, 600, 30, 40};
   const std::vector<int32_t> ids(8 * 40, 1);
   const HostBlockTable table = {ids.data(), 8, 40, 40};
-  StepPlan a;
-  StepPlan b;
-  build_plan(config, OwnedBatch({3, 200}, {600, 30}).view(), &table, a, shape_class);
-  build_plan(config, OwnedBatch({1, 0, 0, 5, 590}, {0, 1, 500, 0, 0}).view(), &table, b,
-             shape_class);
-  EXPECT_EQ(a.block().size(), b.block().size());
-  EXPECT_EQ(static_cast<int64_t>(a.block().size()), plan_block_bytes(config, shape_class));
-  ASSERT_EQ(a.chunk_slots().size(), 6u);
-  ASSERT_EQ(b.chunk_slots().size(), 6u);
-  for (size_t c = 0; c < 6; ++c) {
-    EXPECT_EQ(a.chunk_slots()[c].items.offset, b.chunk_slots()[c].items.offset);
-    EXPECT_EQ(a.chunk_slots()[c].cu_seq_lens.offset, b.chunk_slots()[c].cu_seq_lens.offset);
-    EXPECT_EQ(a.chunk_slots()[c].counts.offset, b.chunk_slots()[c].counts.offset);
-  }
-  ASSERT_EQ(a.new_token_slots().size(), 3u);
-  ASSERT_EQ(b.new_token_slots().size(), 3u);
-  for (size_t i = 0; i < 3; ++i) {
-    EXPECT_EQ(a.new_token_slots()[i].final_items.offset, b.new_token_slots()[i].final_items.offset);
-  }
-  for (const Chunk& chunk : a.chunk_slots().subspan(a.chunks().size())) {
-    EXPECT_EQ(a.host(chunk.counts)[0].items, 0);
-    EXPECT_EQ(a.host(chunk.counts)[0].rows, 0);
+  for (const Schedule schedule : {Schedule::kPacked, Schedule::kUniform}) {
+    const PlanConfig config = make_config(256, 16, schedule);
+    StepPlan first;
+    build_plan(config, OwnedBatch({}, {}).view(), &table, first, shape_class);
+    StepPlan reused;
+    for (int32_t repeat = 0; repeat < 30; ++repeat) {
+      std::vector<int32_t> query_lens;
+      std::vector<int32_t> context_lens;
+      for (uint32_t r = random() % 9; r > 0; --r) {
+        query_lens.push_back(static_cast<int32_t>(random() % 76));
+        context_lens.push_back(random() % 3 == 0 ? 0 : static_cast<int32_t>(random() % 641));
+      }
+      const OwnedBatch batch(query_lens, context_lens);
+      StepPlan plan;
+      build_plan(config, batch.view(), &table, plan, shape_class);
+      check_plans(std::span(&plan, 1), batch);
+
+      EXPECT_EQ(plan.block().size(), first.block().size());
+      EXPECT_EQ(plan_block_bytes(config, shape_class), static_cast<int64_t>(plan.block().size()));
+      ASSERT_EQ(plan.chunk_slots().size(), 30u);
+      ASSERT_EQ(plan.new_token_slots().size(), 3u);
+      expect_same_place(plan.query_start_loc(), first.query_start_loc());
+      expect_same_place(plan.context_start_loc(), first.context_start_loc());
+      expect_same_place(plan.block_table(), first.block_table());
+      EXPECT_EQ(plan.block_table_stride(), 40);
+      for (size_t c = 0; c < plan.chunk_slots().size(); ++c) {
+        const Chunk& a = plan.chunk_slots()[c];
+        const Chunk& b = first.chunk_slots()[c];
+        expect_same_place(a.starts, b.starts);
+        expect_same_place(a.seq_lens, b.seq_lens);
+        expect_same_place(a.cu_seq_lens, b.cu_seq_lens);
+        expect_same_place(a.items, b.items);
+        expect_same_place(a.counts, b.counts);
+        EXPECT_EQ(a.request_begin, 0);
+        EXPECT_EQ(a.request_end, plan.num_requests());
+        const ChunkCounts& counts = plan.host(a.counts)[0];
+        if (c < plan.chunks().size()) {
+          EXPECT_GT(counts.rows, 0);
+        } else {
+          EXPECT_EQ(counts.requests + counts.rows + counts.items + counts.final_items, 0);
+        }
+      }
+      for (size_t i = 0; i < plan.new_token_slots().size(); ++i) {
+        const NewTokenPiece& a = plan.new_token_slots()[i];
+        const NewTokenPiece& b = first.new_token_slots()[i];
+        expect_same_place(a.carried_items, b.carried_items);
+        expect_same_place(a.final_items, b.final_items);
+        expect_same_place(a.counts, b.counts);
+        const ChunkCounts& counts = plan.host(a.counts)[0];
+        if (i < plan.new_token_pieces().size()) {
+          EXPECT_EQ(a.row_begin, static_cast<int32_t>(i) * 256);
+        } else {
+          EXPECT_EQ(counts.requests + counts.rows + counts.items + counts.final_items, 0);
+        }
+      }
+
+      // Padding requests have no tokens; a last one takes the rows up to the class's.
+      const int32_t* query_start_loc = block_pointer(plan.block().data(), plan.query_start_loc());
+      for (int32_t r = plan.num_requests(); r <= 8; ++r) {
+        EXPECT_EQ(query_start_loc[r], plan.num_query_tokens());
+      }
+      EXPECT_EQ(query_start_loc[9], 600);
+
+      build_plan(config, batch.view(), &table, reused, shape_class);
+      EXPECT_TRUE(std::ranges::equal(reused.block(), plan.block()));
+      if (HasFailure()) return;
+    }
   }
 }
 
 TEST(ShapeClass, RefusesPlansOutsideByName) {
-  const PlanConfig config = config_of(256, 16);
+  const PlanConfig config = make_config(256, 16);
   const ShapeClass shape_class = {2, 100, 2, 40};
-  const auto refused = [&](const OwnedBatch& batch, const std::string& words) {
-    StepPlan plan;
-    try {
-      build_plan(config, batch.view(), nullptr, plan, shape_class);
-      ADD_FAILURE() << "not refused: " << words;
-    } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
-    }
-    EXPECT_TRUE(plan.chunks().empty());
-    EXPECT_TRUE(plan.block().empty());
-  };
-  refused(OwnedBatch({1, 1, 1}, {0, 0, 0}), "3 requests");
-  refused(OwnedBatch({101}, {0}), "101 new tokens");
-  refused(OwnedBatch({1}, {600}), "3 chunks");
+  const std::vector<int32_t> ids(100, 1);
+  const HostBlockTable table = {ids.data(), 2, 50, 50};
+  expect_refused(config, OwnedBatch({1, 1, 1}, {0, 0, 0}), {"3 requests", "at most 2"}, nullptr,
+                 shape_class);
+  expect_refused(config, OwnedBatch({101}, {0}), {"101 new tokens", "at most 100"}, nullptr,
+                 shape_class);
+  expect_refused(config, OwnedBatch({1}, {600}), {"3 chunks", "at most 2"}, nullptr, shape_class);
+  expect_refused(config, OwnedBatch({1}, {641}), {"41 pages", "at most 40"}, &table, shape_class);
+}
+
+TEST(ShapeClass, RefusesClassesThatCannotBeServed) {
+  const OwnedBatch batch({1}, {1});
+  PlanConfig config = make_config(256, 16);
+  expect_refused(config, batch, {"-1 chunks"}, nullptr, {2, 100, -1, 4});
+  expect_refused(config, batch, {"max_requests 0"}, nullptr, {0, 100, 2, 4});
+  config.path = PathPolicy::kAuto;
+  expect_refused(config, batch, {"expand path"}, nullptr, {2, 100, 2, 4}, ErrorCode::kUnsupported);
+  config = make_config(256, 16, Schedule::kFixed);
+  config.split_tokens = 96;
+  expect_refused(config, batch, {"100 new tokens", "96"}, nullptr, {2, 100, 2, 4},
+                 ErrorCode::kUnsupported);
+  EXPECT_EQ(plan_of(config, OwnedBatch({96}, {0}), {2, 96, 2, 4}).new_token_slots().size(), 1u);
 }
 
 TEST(PlanConfig, RefusesWhatNoBatchCanBePlannedWith) {
-  const auto refused = [](const PlanConfig& config, const std::string& words) {
-    StepPlan plan;
-    try {
-      build_plan(config, OwnedBatch({1}, {1}).view(), nullptr, plan);
-      ADD_FAILURE() << "not refused: " << words;
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
-      EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
-    }
-  };
-  refused(config_of(15, 16), "workspace_tokens is 15");
-  refused(config_of(16, 0), "page_size is 0");
-  PlanConfig config = config_of(64, 16, Schedule::kFixed);
+  const OwnedBatch batch({1}, {1});
+  expect_refused(make_config(15, 16), batch, {"workspace_tokens is 15", "16"});
+  expect_refused(make_config(16, 0), batch, {"page_size is 0", "1"});
+  PlanConfig config = make_config(64, 16, Schedule::kFixed);
   config.split_tokens = 24;
-  refused(config, "split_tokens is 24");
+  expect_refused(config, batch, {"split_tokens is 24", "16"});
   config.split_tokens = 80;
-  refused(config, "split_tokens is 80");
-  config = config_of(64, 16);
+  expect_refused(config, batch, {"split_tokens is 80", "64"});
+  config.split_tokens = -16;
+  expect_refused(config, batch, {"split_tokens is -16"});
+  config = make_config(64, 16, static_cast<Schedule>(3));
+  expect_refused(config, batch, {"unknown schedule 3"});
+  config = make_config(64, 16);
+  config.path = static_cast<PathPolicy>(7);
+  expect_refused(config, batch, {"unknown path policy 7"});
+  config = make_config(64, 16);
   config.dims.num_heads = 0;
-  refused(config, "num_heads is 0");
-  config = config_of(64, 16);
+  expect_refused(config, batch, {"num_heads is 0"});
+  config = make_config(64, 16);
   config.shard = {2, 2, 1};
-  refused(config, "rank 2");
+  expect_refused(config, batch, {"rank 2", "[0, 2)"});
+  config.shard = {0, 0, 1};
+  expect_refused(config, batch, {"world is 0"});
+  config.shard = {2, 0, 0};
+  expect_refused(config, batch, {"interleave is 0"});
+}
+
+TEST(PlanConfig, RefusesBadBatches) {
+  const PlanConfig config = make_config(64, 16);
+  expect_refused(config, OwnedBatch({1, -1}, {1, 1}), {"request 1", "from 1 to 0"});
+  expect_refused(config, OwnedBatch({1, 1}, {1}), {"3 entries", "context_lens 1"});
+  expect_refused(config, OwnedBatch({1, 1}, {1, -3}), {"request 1", "-3"});
+  constexpr int32_t kMax = std::numeric_limits<int32_t>::max();
+  expect_refused(config, OwnedBatch({1}, {kMax}), {"request 0", "2147483648", "2147483647"});
+}
+
+TEST(LargePlans, ReachTheInt32Limit) {
+  // One context of 2^31 - 2 tokens, all schedules: positions near the limit don't wrap.
+  const OwnedBatch batch({1}, {std::numeric_limits<int32_t>::max() - 1});
+  for (const Schedule schedule : kSchedules) {
+    for (const int32_t world : {1, 8}) {
+      PlanConfig config = make_config(1 << 28, 64, schedule);
+      config.split_tokens = schedule == Schedule::kFixed ? 1 << 28 : 0;
+      config.shard = {world, 0, 64};
+      const StepPlan plan = plan_of(config, batch);
+      int64_t rows = 0;
+      for (const Chunk& chunk : plan.chunks()) {
+        EXPECT_GT(chunk.seq_tot, 0);
+        EXPECT_LE(chunk.seq_tot, config.workspace_tokens);
+        EXPECT_EQ(plan.host(chunk.starts)[0], rows);
+        rows += chunk.seq_tot;
+      }
+      EXPECT_EQ(rows, local_length(batch.context_lens[0], config.shard));
+      EXPECT_EQ(plan.num_context_tokens(), rows);
+    }
+  }
+  PlanConfig config = make_config(std::numeric_limits<int32_t>::max(), 64);
+  config.shard = {std::numeric_limits<int32_t>::max(), 0, std::numeric_limits<int32_t>::max()};
+  EXPECT_EQ(plan_of(config, batch).chunks().size(), 1u);
 }
 
 }  // namespace
