@@ -168,6 +168,9 @@ std::vector<Shape> timed_shapes() {
       make_shape("glm_h64_q8192_causal", kGlm, 64, 1, 8192, 8192, true),
       make_shape("glm_h64_q4096_k16384", kGlm, 64, 1, 4096, 16384, false),
       make_shape("glm_h64_q512_k32768", kGlm, 64, 1, 512, 32768, false),
+      make_shape("glm_h8_q8192_causal", kGlm, 8, 1, 8192, 8192, true),
+      make_shape("glm_h8_q4096_k16384", kGlm, 8, 1, 4096, 16384, false),
+      make_shape("glm_h8_q512_k65536", kGlm, 8, 1, 512, 65536, false),
   };
   for (Shape& shape : shapes) {
     if (shape.name != "h16_32xq513_k60000_31xk16") continue;

@@ -35,6 +35,9 @@ SHAPES = [
     ("glm_h64_q8192_causal", GLM, 64, 8192, 8192, True),
     ("glm_h64_q4096_k16384", GLM, 64, 4096, 16384, False),
     ("glm_h64_q512_k32768", GLM, 64, 512, 32768, False),
+    ("glm_h8_q8192_causal", GLM, 8, 8192, 8192, True),
+    ("glm_h8_q4096_k16384", GLM, 8, 4096, 16384, False),
+    ("glm_h8_q512_k65536", GLM, 8, 512, 65536, False),
 ]
 UNMASKED = 2**31 - 1
 LATENT_WIDTH = 576  # k_pe is the tail of rows this wide

@@ -118,12 +118,22 @@ MLA_HOST_DEVICE constexpr int64_t max_partial_tiles(int32_t num_heads, int64_t r
              : rows / kMinSplitKeys * (kMaxSplitTiles / num_heads * num_heads);
 }
 
-/// Heads that are worked on side by side, so that their keys and values stay in L2 while all
-/// query tiles of an item pass over them.
-MLA_HOST_DEVICE constexpr int32_t heads_together(int32_t num_heads, int64_t key_value_bytes) {
+/// Heads that are worked on side by side: few enough for their keys and values to stay in L2 while
+/// all query tiles of an item pass over them, yet `least` of them, and groups of about one size.
+MLA_HOST_DEVICE constexpr int32_t heads_together(int32_t num_heads, int64_t key_value_bytes,
+                                                 int32_t least) {
   constexpr int64_t kL2Budget = int64_t{32} << 20;  // of 50 or 60 MB
-  const int64_t heads = key_value_bytes > 0 ? kL2Budget / key_value_bytes : num_heads;
-  return heads < 1 ? 1 : heads > num_heads ? num_heads : static_cast<int32_t>(heads);
+  const int64_t fit = key_value_bytes > 0 ? kL2Budget / key_value_bytes : num_heads;
+  const int64_t heads = fit > least ? fit : least;
+  if (heads >= num_heads) return num_heads;
+  const int32_t groups = num_heads / static_cast<int32_t>(heads);
+  return (num_heads + groups - 1) / groups;
+}
+
+/// The least heads of a group under a causal limit. Tiles of a group come longest first, and those
+/// of the last one must be many for the short ones to even out the end.
+MLA_HOST_DEVICE constexpr int32_t balanced_heads(int32_t query_tiles) {
+  return (3 * kMultiprocessors + query_tiles - 1) / query_tiles;
 }
 
 }  // namespace mla::sm90

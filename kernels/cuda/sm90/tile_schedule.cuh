@@ -80,7 +80,8 @@ class TileLocator {
     const uint32_t splits = scheduled.splits;
     const uint32_t tile_rows = query_tiles(item.q_len);
     const int64_t head_bytes = int64_t{item.k_len} * (Config::kNopeDim + Config::kValueDim) * 2;
-    const uint32_t group_heads = heads_together(num_heads, head_bytes);
+    const int32_t least = item.causal_offset == kUnmasked ? 1 : balanced_heads(tile_rows);
+    const uint32_t group_heads = heads_together(num_heads, head_bytes, least);
     const uint32_t group = local / (group_heads * tile_rows * splits);
     const uint32_t in_group = local - group * group_heads * tile_rows * splits;
     const uint32_t heads = min(group_heads, num_heads - group * group_heads);

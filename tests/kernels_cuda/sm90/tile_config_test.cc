@@ -135,10 +135,23 @@ TEST(TileConfigTest, PartialTilesSufficeForAnyItemsOfTheRows) {
 }
 
 TEST(TileConfigTest, HeadsTogetherStayWithinTheirNumber) {
-  EXPECT_EQ(heads_together(128, 0), 128);
-  EXPECT_EQ(heads_together(128, int64_t{4096} * 512), 16);
-  EXPECT_EQ(heads_together(5, int64_t{4096} * 512), 5);
-  EXPECT_EQ(heads_together(16, int64_t{1} << 40), 1);
+  EXPECT_EQ(heads_together(128, 0, 1), 128);
+  EXPECT_EQ(heads_together(128, int64_t{4096} * 512, 1), 16);
+  EXPECT_EQ(heads_together(5, int64_t{4096} * 512, 1), 5);
+  EXPECT_EQ(heads_together(16, int64_t{1} << 40, 1), 1);
+}
+
+TEST(TileConfigTest, HeadsTogetherAreAtLeastAndInEvenGroups) {
+  for (int32_t heads = 1; heads <= 130; ++heads) {
+    for (int32_t least = 1; least <= 140; ++least) {
+      const int32_t together = heads_together(heads, int64_t{1} << 40, least);
+      ASSERT_GE(together, std::min(least, heads));
+      ASSERT_LE(together, heads);
+      ASSERT_LT(together, 2 * least + 1) << heads << " heads, at least " << least;
+    }
+  }
+  EXPECT_EQ(balanced_heads(64), 7);
+  EXPECT_EQ(balanced_heads(1000), 1);
 }
 
 }  // namespace
