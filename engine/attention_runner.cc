@@ -72,10 +72,11 @@ class Carver {
   std::span<std::byte> memory_;
 };
 
-/// What the ops' own checks leave open: the engine asks for it of every tensor, so that no backend
-/// has to refuse one half-way through a layer.
+/// What the ops' own checks leave open, by the names of LayerParams: the engine asks for it of
+/// every tensor, so that no backend has to refuse one half-way through a layer.
 void check_vector_access(const void* data, std::initializer_list<int64_t> strides,
                          std::string_view name) {
+  if (data == nullptr) throw_error(ErrorCode::kInvalidArgument, "{} is null", name);
   if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
     throw_error(ErrorCode::kInvalidArgument, "{} is at {}, must be aligned to 16 bytes", name,
                 data);
@@ -86,6 +87,12 @@ void check_vector_access(const void* data, std::initializer_list<int64_t> stride
                   stride);
     }
   }
+}
+
+void check_bf16(DType dtype, std::string_view name) {
+  if (dtype == DType::kBFloat16) return;
+  throw_error(ErrorCode::kUnsupported, "{} is {}, must be {}", name, dtype_name(dtype),
+              dtype_name(DType::kBFloat16));
 }
 
 void check_cache_geometry(const LatentCache& cache, const EngineConfig& config) {
@@ -229,7 +236,14 @@ void AttentionRunner::validate_call(const Call& call) const {
   const LayerParams& layer = call.layer;
   if (call.rows() == 0) return;
 
+  check_bf16(layer.q.dtype, "q");
+  check_bf16(layer.kv_c.dtype, "kv_c");
+  check_bf16(layer.k_pe.dtype, "k_pe");
   check_vector_access(layer.kv_c.data, {layer.kv_c.row_stride}, "kv_c");
+  if (call.rows() > 1 && layer.kv_c.row_stride < dims.kv_lora_rank) {
+    throw_error(ErrorCode::kInvalidArgument, "kv_c has row stride {}, at least {}",
+                layer.kv_c.row_stride, dims.kv_lora_rank);
+  }
   check_vector_access(layer.kv_b_proj, {}, "kv_b_proj");
   check_vector_access(layer.out.data, {layer.out.row_stride, layer.out.head_stride}, "out");
   validate(expand_params(call, layer.kv_c, {call.rows()}));

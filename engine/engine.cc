@@ -118,7 +118,9 @@ void Engine::run_layer(const LayerParams& layer, Stream stream) {
     throw_error(ErrorCode::kInvalidArgument,
                 "run_layer without a step: the last begin_step failed, or there was none");
   }
-  const bool uses_cache = !plan_.chunk_slots().empty() || device_plan_.slot_mapping != nullptr;
+  const bool launches = plan_.num_query_tokens() > 0 || config_.shape_class.enabled();
+  const bool uses_cache =
+      launches && (!plan_.chunk_slots().empty() || device_plan_.slot_mapping != nullptr);
   if (uses_cache && layer.kv_cache.num_pages != num_pages_) {
     throw_error(ErrorCode::kInvalidArgument, "the layer's cache has {} pages, the step's {}",
                 layer.kv_cache.num_pages, num_pages_);

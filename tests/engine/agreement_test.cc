@@ -34,9 +34,8 @@ TEST_F(AgreementTest, AnyWorkspaceServesAnyStepAlike) {
           config.path = path;
           SCOPED_TRACE(describe(config));
           const ScenarioResult result = run_scenario(backend(), config, scenario);
-          const Tolerance tolerance = path == PathPolicy::kExpand
-                                          ? Tolerance{.relative = 2 * unchunked + 1e-3}
-                                          : Tolerance{.relative = 5e-3, .lse = 2e-3};
+          const Tolerance tolerance =
+              path == PathPolicy::kExpand ? tolerance_of(unchunked) : kAbsorbTolerance;
           ASSERT_TRUE(agrees(result, expected, kSmall, tolerance));
           ASSERT_TRUE(same_bits(result, run_scenario(backend(), config, scenario, {.fill = 0x41})));
         }
@@ -56,7 +55,7 @@ TEST_F(AgreementTest, OnePlanServesLayersWithWeightsAndCachesOfTheirOwn) {
     config.path = PathPolicy::kExpand;
     config.merge = merge;
     EXPECT_TRUE(agrees(run_scenario(backend(), config, scenario), expected, kSmall,
-                       {.relative = 2 * unchunked + 1e-3}));
+                       tolerance_of(unchunked)));
   }
 }
 

@@ -63,7 +63,7 @@ TEST_F(CasesTest, UnevenContexts) {
     config.path = PathPolicy::kExpand;
     SCOPED_TRACE(describe(config));
     const ScenarioResult result = run_scenario(backend(), config, scenario);
-    EXPECT_TRUE(agrees(result, expected, scenario.dims, {.relative = 2 * unchunked + 1e-3}));
+    EXPECT_TRUE(agrees(result, expected, scenario.dims, tolerance_of(unchunked)));
     EXPECT_TRUE(same_bits(result, run_scenario(backend(), config, scenario, {.fill = 0})));
 
     const ScenarioResult without_others = run_scenario(backend(), config, alone);
@@ -171,9 +171,8 @@ TEST_F(CasesTest, ZeroLengthQueriesInTheMiddle) {
   for_every_mode(config_for(scenario, 2, 2), [&](const EngineConfig& config) {
     const ScenarioResult result = run_scenario(backend(), config, scenario);
     EXPECT_EQ(result[0][0].out.size(), 2u * 9 * 40);
-    const Tolerance tolerance = config.path == PathPolicy::kExpand
-                                    ? Tolerance{.relative = 2 * unchunked + 1e-3}
-                                    : Tolerance{.relative = 6e-3, .lse = 4e-3};
+    const Tolerance tolerance =
+        config.path == PathPolicy::kExpand ? tolerance_of(unchunked) : kAbsorbTolerance;
     EXPECT_TRUE(agrees(result, expected, dims, tolerance));
   });
 }

@@ -51,9 +51,8 @@ TEST_F(MaskMattersTest, WithoutTheMaskTheResultIsWrongWithItExact) {
   config.path = PathPolicy::kExpand;
   config.schedule = Schedule::kUniform;
   config.merge = MergeMode::kDiscrete;
-  const Tolerance tolerance{
-      .relative =
-          2 * unchunked_error(backend(), scenario, KvCacheFormat::kBf16, 1.0f, expected) + 1e-3};
+  const Tolerance tolerance =
+      tolerance_of(unchunked_error(backend(), scenario, KvCacheFormat::kBf16, 1.0f, expected));
 
   const ScenarioResult careful = run_scenario(backend(), config, scenario);
   CarelessBackend masked(backend(), /*mask=*/true);
