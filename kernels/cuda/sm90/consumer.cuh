@@ -125,17 +125,18 @@ class Consumer {
     release_keys();
     if (block == begin) release(&control_.q_empty[warpgroup_]);
     if constexpr (kMasked) mask_scores(work, block);
-    // The branch needs every power, so that the compiler leaves them before the wait, beside the
-    // product, instead of behind it.
-    if (softmax_.apply(s_, scale_)) {
-      wgmma_wait<0>();
-      pin_registers(o_);
-#pragma unroll
-      for (int i = 0; i < kOutputs; ++i) o_[i] *= softmax_.factor[i / 2 % 2];
-    }
+    const bool rescale = softmax_.apply(s_, scale_);
+    // A wait that is over already, in a branch that needs every power: so the compiler leaves the
+    // powers beside the product instead of moving them behind it. All warps of the warpgroup must
+    // come to the same wgmma_wait, so that cannot stand in the branch itself.
+    if (rescale) wait_for_values();
     wgmma_wait<0>();
     pin_registers(o_);
     release_values();
+    if (rescale) {
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) o_[i] *= softmax_.factor[i / 2 % 2];
+    }
     pack_powers();
   }
 
@@ -225,7 +226,10 @@ class Consumer {
       }
     }
     fence_async_proxy();
-    named_barrier_sync(kConsumerBarrier, kThreads);
+    const uint32_t cleared = shared_address(&control_.value_tail_cleared);
+    barrier_arrive(cleared);
+    barrier_wait(cleared, cleared_parity_);
+    cleared_parity_ ^= 1;
   }
 
   // ---- epilogue ----
@@ -442,6 +446,7 @@ class Consumer {
   const int warpgroup_;
   RingPosition k_, v_;
   uint32_t q_parity_ = 0;
+  uint32_t cleared_parity_ = 0;
 
   RowSoftmax softmax_;
   float s_[kScores];

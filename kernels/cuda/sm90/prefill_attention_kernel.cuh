@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       barrier_init(shared_address(&control.tile_full[i]), 1);
       barrier_init(shared_address(&control.tile_empty[i]), 32 * kConsumerWarps);
     }
+    barrier_init(shared_address(&control.value_tail_cleared), 32 * kConsumerWarps);
     fence_barrier_init();
   }
   __syncthreads();

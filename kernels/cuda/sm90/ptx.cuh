@@ -49,11 +49,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-/// bar.sync over `threads` threads, a multiple of 32.
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // ---- copy engine ---------------------------------------------------------------------------
 
 __device__ __forceinline__ uint64_t policy_evict_first() {

@@ -11,7 +11,6 @@
 namespace mla::sm90 {
 
 constexpr int kTileSlots = 2;
-constexpr int kConsumerBarrier = 1;  // named barrier of all consumers; 0 is __syncthreads
 
 /// Barriers and tile slots, at kControlOffset.
 struct Control {
@@ -19,6 +18,7 @@ struct Control {
   uint64_t k_full[2], k_empty[2];
   uint64_t v_full[2], v_empty[2];
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
+  uint64_t value_tail_cleared;  // by all consumers
   TileWork tile[kTileSlots];
 };
 
