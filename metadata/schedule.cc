@@ -48,7 +48,9 @@ void cut_packed(const PlanConfig& config, std::span<const int32_t> lengths, Sche
   const int64_t interleave = config.shard.interleave;
   const int64_t cycle = interleave * config.shard.world;
   int64_t alignment = config.page_size;
-  if (cycle <= w && std::lcm(alignment, cycle) <= w) alignment = std::lcm(alignment, cycle);
+  const bool aligns_cycles =
+      config.shard.world > 1 && cycle <= w && std::lcm(alignment, cycle) <= w;
+  if (aligns_cycles) alignment = std::lcm(alignment, cycle);
 
   ChunkWriter chunk(cuts);
   int64_t room = w;

@@ -195,7 +195,7 @@ void check_schedule(const StepPlan& plan, const std::vector<std::vector<GlobalSp
       if (config.schedule == Schedule::kPacked) {
         const int64_t cycle = int64_t{config.shard.world} * config.shard.interleave;
         const int64_t common = std::lcm(int64_t{page}, cycle);
-        if (common <= w) step = common;
+        if (config.shard.world > 1 && common <= w) step = common;
       } else {
         step = config.schedule == Schedule::kFixed
                    ? effective_split_tokens(config)
