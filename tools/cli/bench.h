@@ -2,7 +2,7 @@
 #ifndef TOOLS_CLI_BENCH_H_
 #define TOOLS_CLI_BENCH_H_
 
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <vector>

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <nlohmann/json.hpp>
+
 #include "metadata/error.h"
 #include "tools/cli/measure.h"
 #include "tools/cli/op_bench.h"

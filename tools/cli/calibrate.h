@@ -2,7 +2,7 @@
 #ifndef TOOLS_CLI_CALIBRATE_H_
 #define TOOLS_CLI_CALIBRATE_H_
 
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 
 #include "tools/cli/device.h"

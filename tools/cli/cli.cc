@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <new>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 
@@ -27,26 +28,15 @@ class Invocation {
       : options_(options),
         environment_(environment),
         json_file_(options.json_on_stdout() ? "" : options.json_path),
-        trace_file_(options.trace_path) {
+        trace_file_(options.trace_path) {}
+
+  int execute() {
     if (trace_file_.wanted()) {
-      if (options.command != Command::kRun) {
+      if (options_.command != Command::kRun) {
         throw_error(ErrorCode::kUnsupported, "--trace is for run");
       }
       trace_.emplace();
     }
-  }
-
-  int execute() {
-    try {
-      return execute_command();
-    } catch (const Error& error) {
-      report_failed_run(error.what());
-      throw;
-    }
-  }
-
- private:
-  int execute_command() {
     Progress progress(environment_.err);
     Device device = make_device(options_);
     if (environment_.decorate_backend) {
@@ -81,16 +71,19 @@ class Invocation {
     return kBadInput;
   }
 
+  /// Where a run's results would have gone, they say what went wrong.
+  void report_failure(const std::string& message) {
+    if (options_.command != Command::kRun) return;
+    if (options_.json_on_stdout() || json_file_.wanted()) write(run_error_json(message), "");
+  }
+
+ private:
   int run(Device& device, Progress& progress) {
     if (trace_) device.backend = make_tracing_backend(std::move(device.backend), *trace_);
     const RunReport report = run_workload(options_, device, trace_ ? &*trace_ : nullptr, progress);
     if (trace_) trace_file_.write(trace_->to_json().dump() + '\n');
     write(run_json(report), run_text(report));
     return report.ok() ? kRight : kVerificationFailed;
-  }
-
-  void report_failed_run(const std::string& message) {
-    if (options_.command == Command::kRun) write(run_error_json(message), "");
   }
 
   void write(const nlohmann::ordered_json& json, const std::string& text) {
@@ -110,12 +103,6 @@ class Invocation {
   std::optional<Trace> trace_;
 };
 
-int fail(const Environment& environment, std::string message, int exit_code) {
-  std::replace(message.begin(), message.end(), '\n', ' ');
-  fmt::print(environment.err, "engine_cli: {}\n", message);
-  return exit_code;
-}
-
 int exit_code_of(ErrorCode code) {
   switch (code) {
     case ErrorCode::kInvalidArgument:
@@ -128,24 +115,47 @@ int exit_code_of(ErrorCode code) {
   return kBadInput;
 }
 
+struct Failure {
+  std::string message;
+  int exit_code = kRight;
+};
+
+/// Calls `work`, which returns an exit code, and turns what it throws into a failure.
+template <typename Work>
+int attempt(Failure& failure, Work work) {
+  try {
+    return work();
+  } catch (const Error& error) {
+    failure = {error.what(), exit_code_of(error.code())};
+  } catch (const std::bad_alloc&) {
+    failure = {"out of memory: use a smaller batch, --workspace-tokens or --layers", kBadInput};
+  } catch (const std::exception& error) {
+    failure = {error.what(), kDeviceFailure};
+  }
+  std::replace(failure.message.begin(), failure.message.end(), '\n', ' ');
+  return failure.exit_code;
+}
+
 }  // namespace
 
 int run_cli(int argc, const char* const* argv, const Environment& environment) {
-  try {
+  Failure failure;
+  const int exit_code = attempt(failure, [&] {
     const ParsedCommandLine parsed = parse_command_line(argc, argv);
-    if (!parsed.options) {
+    if (!parsed.help.empty()) {
       fmt::print(environment.out, "{}", parsed.help);
-      return kRight;
+      return +kRight;
     }
-    return Invocation(*parsed.options, environment).execute();
-  } catch (const Error& error) {
-    return fail(environment, error.what(), exit_code_of(error.code()));
-  } catch (const std::bad_alloc&) {
-    return fail(environment, "out of memory: use a smaller batch, --workspace-tokens or --layers",
-                kBadInput);
-  } catch (const std::exception& error) {
-    return fail(environment, error.what(), kDeviceFailure);
-  }
+    Invocation invocation(parsed.options, environment);
+    const int code = attempt(failure, [&] {
+      if (parsed.error) throw *parsed.error;
+      return invocation.execute();
+    });
+    if (!failure.message.empty()) invocation.report_failure(failure.message);
+    return code;
+  });
+  if (!failure.message.empty()) fmt::print(environment.err, "engine_cli: {}\n", failure.message);
+  return exit_code;
 }
 
 }  // namespace mla::cli

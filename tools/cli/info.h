@@ -2,7 +2,7 @@
 #ifndef TOOLS_CLI_INFO_H_
 #define TOOLS_CLI_INFO_H_
 
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 
 #include "engine/config.h"

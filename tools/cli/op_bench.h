@@ -3,6 +3,7 @@
 #define TOOLS_CLI_OP_BENCH_H_
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,8 @@ LayerCost layer_cost(const EngineConfig& config, const Step& step);
 /// 8192^3) and 4.25 TB/s (device copy), both measured.
 void set_rates(const LayerCost& cost, const Backend& backend, BenchResult& result);
 
+struct OpTensors;
+
 /// One op, ready to be called and checked.
 struct OpCase {
   std::string name;
@@ -39,7 +42,7 @@ struct OpCase {
   std::function<bool()> check;                // after call 0: sampled results are right
 };
 
-/// Tensors for `query_tokens` new tokens over `key_rows` rows, in several sets.
+/// The ops for `query_tokens` new tokens over `key_rows` rows of keys. Cases refer to this object.
 class OpBench {
  public:
   OpBench(const Options& options, Device& device, int32_t query_tokens, int32_t key_rows);
@@ -56,9 +59,7 @@ class OpBench {
   OpCase merge();
 
  private:
-  struct Set;
-  struct State;
-  std::unique_ptr<State> state_;
+  std::unique_ptr<OpTensors> tensors_;
 };
 
 /// Appends a result for every op.

@@ -18,7 +18,7 @@ constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 /// The command line's values before they are checked. Numbers are 64 bits wide, so that one that
 /// does not fit is refused by its value.
 struct RawOptions {
-  std::optional<std::string> model;
+  std::string model = "deepseek-v2-lite";
   std::optional<int64_t> heads, nope, rope, vdim, lora;
   std::optional<double> softmax_scale;
   std::string backend = "auto";
@@ -100,19 +100,18 @@ LengthRange parse_range(std::string_view text, std::string_view option) {
 }
 
 void set_model(const RawOptions& raw, Options& options) {
-  const bool any_dim = raw.heads || raw.nope || raw.rope || raw.vdim || raw.lora;
-  const bool all_dims = raw.heads && raw.nope && raw.rope && raw.vdim && raw.lora;
-  if (!raw.model && any_dim && !all_dims) {
-    throw_error(ErrorCode::kInvalidArgument,
-                "without --model, all of --heads, --nope, --rope, --vdim and --lora are needed");
-  }
   ModelDims& dims = options.config.dims;
-  const std::string preset = raw.model.value_or("deepseek-v2-lite");
-  if (raw.model || !any_dim) dims = find_preset(preset);
+  dims = find_preset(raw.model);
   const ModelDims preset_dims = dims;
   const auto override_dim = [](const std::optional<int64_t>& value, std::string_view option,
                                int32_t& dim) {
-    if (value) dim = to_int32(*value, option, 1);
+    constexpr int64_t kMaxDim = 1 << 16;  // sizes in bytes stay far below 2^63
+    if (!value) return;
+    if (*value < 1 || *value > kMaxDim) {
+      throw_error(ErrorCode::kInvalidArgument, "{} is {}; it must be from 1 to {}", option, *value,
+                  kMaxDim);
+    }
+    dim = static_cast<int32_t>(*value);
   };
   override_dim(raw.heads, "--heads", dims.num_heads);
   override_dim(raw.nope, "--nope", dims.qk_nope_head_dim);
@@ -120,7 +119,7 @@ void set_model(const RawOptions& raw, Options& options) {
   override_dim(raw.vdim, "--vdim", dims.v_head_dim);
   override_dim(raw.lora, "--lora", dims.kv_lora_rank);
   validate_dims(dims);
-  options.model = dims == preset_dims ? preset : "custom";
+  options.model = dims == preset_dims ? raw.model : "custom";
 
   options.config.softmax_scale = default_softmax_scale(dims);
   if (raw.softmax_scale) {
@@ -189,42 +188,65 @@ void set_engine(const RawOptions& raw, Options& options) {
   validate_plan_config(plan);
 }
 
-Options check(const RawOptions& raw, Command command) {
-  Options options;
-  options.command = command;
+/// Refuses, by name, what this build can't do for the command.
+void check_context_parallel_options(const Options& options) {
+  const ContextParallelOptions& cp = options.cp;
+  const auto refuse = [](const std::string& what) {
+    throw_error(ErrorCode::kUnsupported, "{} is not available in this build", what);
+  };
+  if (cp.spawn) refuse("--cp-spawn");
+  if (cp.simulate) refuse("--simulate");
+  if (cp.world == 1) return;
+  if (options.command != Command::kPlan) {
+    refuse(fmt::format("--cp {} (context parallelism)", cp.world));
+  }
+  constexpr int32_t kMaxWorld = 1024;
+  if (cp.world > kMaxWorld) {
+    throw_error(ErrorCode::kInvalidArgument, "--cp is {}, the limit is {}", cp.world, kMaxWorld);
+  }
+  if (cp.placement != "sharded") refuse("--cp-placement " + cp.placement);
+  if (cp.queries != "replicated") refuse("--cp-queries " + cp.queries);
+  if (cp.strategy == "gather_kv") refuse("--cp-strategy gather_kv");
+}
+
+void check(const RawOptions& raw, Options& options) {
   set_model(raw, options);
   set_batch(raw, options);
   set_engine(raw, options);
   options.backend = raw.backend;
-  options.threads = to_int32(raw.threads, "--threads", 0);
+  constexpr int64_t kMaxThreads = 1024;
+  if (raw.threads < 0 || raw.threads > kMaxThreads) {
+    throw_error(ErrorCode::kInvalidArgument, "--threads is {}; it must be from 0 to {}",
+                raw.threads, kMaxThreads);
+  }
+  options.threads = static_cast<int32_t>(raw.threads);
   options.num_layers = to_int32(raw.layers, "--layers", 1);
   options.plan_step = to_int32(raw.step, "--step", 0);
   options.cp = raw.cp_words;
   options.cp.world = to_int32(raw.cp, "--cp", 1);
   options.cp.interleave = to_int32(raw.cp_interleave, "--cp-interleave", 1);
   options.verify = raw.verify;
-  options.json_path = raw.json;
-  options.trace_path = raw.trace;
   options.commit = raw.commit;
   options.bench_seconds = raw.bench_seconds;
   if (!std::isfinite(options.bench_seconds) || options.bench_seconds <= 0.0) {
     throw_error(ErrorCode::kInvalidArgument, "--seconds is {}; it must be finite and above 0",
                 options.bench_seconds);
   }
-  const bool needs_batch = command == Command::kRun || command == Command::kPlan;
+  const bool needs_batch = options.command == Command::kRun || options.command == Command::kPlan;
   if (needs_batch && !options.has_batch) {
     throw_error(ErrorCode::kInvalidArgument,
                 "no batch: give --query-lens (and --context-lens) for one step, such as "
                 "--query-lens 64,17,1 --context-lens 10240,0,512, or --requests for many");
   }
   check_context_parallel_options(options);
-  return options;
 }
 
 void add_options(CLI::App& app, RawOptions& raw) {
   app.option_defaults()->group("Model");
-  app.add_option("--model", raw.model, "Preset (default deepseek-v2-lite; `info` lists them)");
-  app.add_option("--heads", raw.heads, "Heads on this rank [H]; over a preset's, or with all dims");
+  app.add_option("--model", raw.model,
+                 "Preset, the dimensions below over its own (`info` lists them)")
+      ->capture_default_str();
+  app.add_option("--heads", raw.heads, "Heads on this rank [H]");
   app.add_option("--nope", raw.nope, "qk_nope_head_dim [P]");
   app.add_option("--rope", raw.rope, "qk_rope_head_dim [Rr]");
   app.add_option("--vdim", raw.vdim, "v_head_dim [V]");
@@ -233,12 +255,12 @@ void add_options(CLI::App& app, RawOptions& raw) {
   app.add_option("--layers", raw.layers, "Layers, each with its own weights and cache")
       ->capture_default_str();
 
-  app.option_defaults()->group("Batch: one step");
+  app.option_defaults()->group("One step");
   app.add_option("--query-lens", raw.query_lens, "New tokens of each request, such as 64,17,1");
   app.add_option("--context-lens", raw.context_lens,
                  "Tokens in the cache of each request, such as 10240,0,512 (default: all 0)");
 
-  app.option_defaults()->group("Batch: many steps, chunked prefill");
+  app.option_defaults()->group("Many steps, chunked prefill");
   app.add_option("--requests", raw.requests, "Number of requests");
   app.add_option("--prompt-lens", raw.prompt_lens, "New tokens of a request, drawn from A:B")
       ->capture_default_str();
@@ -327,26 +349,6 @@ constexpr CommandHelp kCommands[] = {
 
 }  // namespace
 
-void check_context_parallel_options(const Options& options) {
-  const ContextParallelOptions& cp = options.cp;
-  const auto refuse = [](std::string_view what) {
-    throw_error(ErrorCode::kUnsupported, "{} is not available in this build", what);
-  };
-  if (cp.spawn) refuse("--cp-spawn");
-  if (cp.simulate) refuse("--simulate");
-  if (cp.world == 1) return;
-  if (options.command != Command::kPlan) {
-    refuse(fmt::format("--cp {} (context parallelism)", cp.world));
-  }
-  constexpr int32_t kMaxWorld = 1024;
-  if (cp.world > kMaxWorld) {
-    throw_error(ErrorCode::kInvalidArgument, "--cp is {}, the limit is {}", cp.world, kMaxWorld);
-  }
-  if (cp.placement != "sharded") refuse("--cp-placement " + cp.placement);
-  if (cp.queries != "replicated") refuse("--cp-queries " + cp.queries);
-  if (cp.strategy == "gather_kv") refuse("--cp-strategy gather_kv");
-}
-
 ParsedCommandLine parse_command_line(int argc, const char* const* argv) {
   CLI::App app("Chunked prefill of multi-head latent attention, on synthetic requests.",
                "engine_cli");
@@ -380,14 +382,24 @@ ParsedCommandLine parse_command_line(int argc, const char* const* argv) {
     std::ostringstream out;
     std::ostringstream err;
     app.exit(success, out, err);
-    return {.options = std::nullopt, .help = out.str()};
+    return {.options = {}, .help = out.str(), .error = std::nullopt};
   } catch (const CLI::ParseError& error) {
     std::string message = error.what();
     std::replace(message.begin(), message.end(), '\n', ' ');
     throw_error(ErrorCode::kInvalidArgument, "{}; see engine_cli --help", message);
   }
   for (const auto& [command, value] : commands) {
-    if (command->parsed()) return {.options = check(raw, value), .help = {}};
+    if (!command->parsed()) continue;
+    ParsedCommandLine parsed;
+    parsed.options.command = value;
+    parsed.options.json_path = raw.json;
+    parsed.options.trace_path = raw.trace;
+    try {
+      check(raw, parsed.options);
+    } catch (const Error& error) {
+      parsed.error = error;
+    }
+    return parsed;
   }
   throw_error(ErrorCode::kInvalidArgument, "a command is needed; see engine_cli --help");
 }

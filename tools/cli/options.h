@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/config.h"
+#include "metadata/error.h"
 
 namespace mla::cli {
 
@@ -63,15 +64,15 @@ struct Options {
 };
 
 struct ParsedCommandLine {
-  std::optional<Options> options;  // none where help was asked for
-  std::string help;
+  Options options;
+  std::string help;  // asked for: there is nothing else to do
+  /// What is wrong with a value. The command and the outputs are known all the same, so that the
+  /// error can be reported where the results would have gone.
+  std::optional<Error> error;
 };
 
-/// Throws kInvalidArgument with a message of one line.
+/// Throws kInvalidArgument, with a message of one line, for words that are no command or option.
 ParsedCommandLine parse_command_line(int argc, const char* const* argv);
-
-/// Refuses, by name, what this build can't do for the command.
-void check_context_parallel_options(const Options& options);
 
 }  // namespace mla::cli
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <numeric>
 
 #include "metadata/error.h"
@@ -146,7 +147,7 @@ std::string chunk_table(const PlanReport& report) {
                                      {"rows"},
                                      {"of W"},
                                      {"longest"},
-                                     {"someone has no keys", Table::Align::kLeft}};
+                                     {"requests without keys", Table::Align::kLeft}};
   const bool sharded = report.load.size() > 1;
   if (sharded) columns.push_back({"rows by rank", Table::Align::kLeft});
   Table table(std::move(columns));
@@ -171,12 +172,12 @@ std::string chunk_table(const PlanReport& report) {
         with_commas(chunk.seq_tot()),
         fmt::format("{:.0f}%", 100.0 * largest / report.workspace_tokens),
         with_commas(chunk.max_seq_len()),
-        chunk.has_empty_context ? "yes, masked" : "no"};
+        chunk.has_empty_context ? "yes, masked" : "none"};
     if (sharded) cells.push_back(by_rank);
     table.add_row(std::move(cells));
   }
   std::string text = table.to_string();
-  if (sharded) text += "* on this rank someone has no keys\n";
+  if (sharded) text += "* a request has no keys on this rank\n";
   return text;
 }
 

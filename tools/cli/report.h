@@ -3,7 +3,7 @@
 #define TOOLS_CLI_REPORT_H_
 
 #include <cstdio>
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 
 namespace mla::cli {

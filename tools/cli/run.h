@@ -3,7 +3,7 @@
 #define TOOLS_CLI_RUN_H_
 
 #include <cstdint>
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <vector>

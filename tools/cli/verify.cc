@@ -10,6 +10,8 @@ namespace mla::cli {
 namespace {
 
 constexpr double kMaxRelErr = 5e-3;
+/// A wrong row is off by about its own size. This leaves room for chance in a request of one row.
+constexpr double kMaxRequestRelErr = 1e-2;
 constexpr double kMaxLseErr = 1e-3;  // times max(1, |LSE|)
 /// bf16 rounds to within 2^-9 of a value; what is left is for float32 accumulation.
 constexpr double kMaxExpandRelErr = 1.0 / 512 + 5e-5;
@@ -106,6 +108,7 @@ std::vector<int32_t> Verifier::chosen_rows(const Session& session, size_t index,
       }
     }
   };
+  // Items of absorbed passes count rows from their pass; a chunk's own are in the step's rows.
   for (const Chunk& chunk : plan.chunks()) add_boundaries(chunk.items);
   for (const NewTokenPiece& piece : plan.new_token_pieces()) {
     add_boundaries(piece.carried_items);
@@ -286,7 +289,7 @@ VerifyReport Verifier::report() const {
   report.expand_rel_err = squared_expand_error_ == 0.0
                               ? 0.0
                               : std::sqrt(squared_expand_error_ / squared_expand_reference_);
-  report.ok = report.rel_err <= kMaxRelErr && report.worst_request_rel_err <= kMaxRelErr &&
+  report.ok = report.rel_err <= kMaxRelErr && report.worst_request_rel_err <= kMaxRequestRelErr &&
               total_.lse_ok && report.expand_rel_err <= kMaxExpandRelErr;
   return report;
 }

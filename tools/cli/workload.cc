@@ -36,6 +36,8 @@ int32_t draw_length(const LengthRange& range, uint64_t random) {
   return static_cast<int32_t>(range.least + random % count);
 }
 
+constexpr size_t kMaxSteps = 1'000'000;
+
 constexpr size_t kTableSize = size_t{1} << 16;
 
 /// Quantiles (i + 1/2) / kTableSize of the normal distribution, by Newton's method from each one to
@@ -90,6 +92,11 @@ void add_scheduled_steps(const Options& options, Workload& workload) {
     scheduler.add(request);
   }
   while (!scheduler.done()) {
+    if (workload.steps.size() == kMaxSteps) {
+      throw_error(ErrorCode::kInvalidArgument,
+                  "--max-num-batched-tokens {} cuts the prompts into more than {} steps",
+                  options.max_num_batched_tokens, kMaxSteps);
+    }
     Step step;
     scheduler.next_step(step);
     workload.steps.push_back(std::move(step));
