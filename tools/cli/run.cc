@@ -61,7 +61,12 @@ double attention_flops(const ModelDims& dims, const Step& step) {
 RunReport run_workload(const Options& options, Device& device, Trace* trace, Progress& progress) {
   const Workload workload = make_workload(options);
   progress.show("making inputs and caches");
-  Session session(options, workload, *device.backend, *device.executor, /*poison=*/options.verify);
+  std::optional<Session> made;
+  {
+    const TraceSpan span(trace, "fill caches", "setup");
+    made.emplace(options, workload, *device.backend, *device.executor, /*poison=*/options.verify);
+  }
+  Session& session = *made;
   std::optional<Verifier> verifier;
   if (options.verify) verifier.emplace(options.kv_cache_scale, *device.executor);
 
