@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "metadata/error.h"
 #include "metadata/schedule.h"
@@ -15,8 +16,8 @@ static_assert(__STDCPP_DEFAULT_NEW_ALIGNMENT__ >= 16);
 class PlanBuilder {
  public:
   PlanBuilder(const PlanConfig& config, const Batch& batch, const ShapeClass& shape_class,
-              StepPlan& plan)
-      : config_(config), batch_(batch), class_(shape_class), plan_(plan) {}
+              const PlanShare* share, StepPlan& plan)
+      : config_(config), batch_(batch), class_(shape_class), share_(share), plan_(plan) {}
 
   void clear() {
     plan_.config_ = config_;
@@ -35,17 +36,23 @@ class PlanBuilder {
     plan_.context_start_loc_ = {};
     plan_.block_table_ = {};
     plan_.block_table_stride_ = 0;
+    plan_.num_row_blocks_ = 1;
+    plan_.num_out_rows_ = 0;
+    plan_.context_row_starts_ = {};
+    plan_.new_token_assembly_ = {};
+    plan_.packing_slots_ = {};
     plan_.hash_ = 0;
   }
 
   void build(const HostBlockTable* table) {
     validate_plan_config(config_);
     validate_class();
+    validate_share();
     validate_batch(batch_);
     if (table != nullptr) validate_table(*table);
     set_step();
     copy_block_table(table);
-    add_chunks();
+    share_ == nullptr ? add_chunks() : add_shared_chunks();
     add_new_token_pieces();
     set_hash();
   }
@@ -91,6 +98,13 @@ class PlanBuilder {
     return add_array<T>(size, size);
   }
 
+  template <typename T>
+  BlockArray<T> add_copy(std::span<const T> values) {
+    const auto array = add_array<T>(static_cast<int64_t>(values.size()));
+    std::ranges::copy(values, data(array));
+    return array;
+  }
+
   /// The array's address until the block next grows.
   template <typename T>
   T* data(BlockArray<T> array) {
@@ -127,6 +141,15 @@ class PlanBuilder {
                   "the shape class is for {} new tokens; with the fixed schedule at most "
                   "split_tokens, {}, are served",
                   tokens, effective_split_tokens(config_));
+    }
+  }
+
+  void validate_share() const {
+    if (share_ == nullptr) return;
+    if (class_.enabled() || config_.path != PathPolicy::kExpand) {
+      throw_error(ErrorCode::kUnsupported,
+                  "a context-parallel share is planned for the expand path only, and for no shape "
+                  "class");
     }
   }
 
@@ -170,6 +193,31 @@ class PlanBuilder {
     std::fill(query_start_loc + r, query_start_loc + entries, query_start_loc[r]);
     std::fill(context_start_loc + r, context_start_loc + entries, context_start_loc[r]);
     if (class_.enabled()) query_start_loc[entries - 1] = class_.max_query_tokens;
+    plan_.num_out_rows_ = plan_.num_query_tokens_;
+    plan_.context_row_starts_ = plan_.query_start_loc_;
+    if (share_ != nullptr) set_share();
+  }
+
+  void set_share() {
+    plan_.num_row_blocks_ = share_->row_blocks;
+    plan_.context_row_starts_ = add_copy(share_->context_row_starts);
+    plan_.num_out_rows_ = 0;
+    for (const QueryRows& rows : share_->new_token_rows) plan_.num_out_rows_ += rows.length;
+    if (share_->padded_new_tokens == 0) return;
+    plan_.new_token_assembly_ = add_assembly(share_->padded_new_tokens, batch_.num_query_tokens());
+    std::ranges::copy(share_->new_token_sources, data(plan_.new_token_assembly_.sources));
+    plan_.packing_slots_ = add_array<int64_t>(plan_.num_out_rows_);
+    std::iota(data(plan_.packing_slots_), data(plan_.packing_slots_) + plan_.num_out_rows_,
+              int64_t{0});
+  }
+
+  /// The caller writes the sources.
+  RowAssembly add_assembly(int32_t padded_rows, int32_t rows) {
+    const int32_t bounds[] = {0, 0, rows};
+    RowAssembly assembly{.padded_rows = padded_rows, .bounds = {}, .sources = {}};
+    assembly.bounds = add_copy(std::span<const int32_t>(bounds));
+    assembly.sources = add_array<int32_t>(rows);
+    return assembly;
   }
 
   void copy_block_table(const HostBlockTable* table) {
@@ -213,9 +261,64 @@ class PlanBuilder {
                        static_cast<int64_t>(plan_.num_chunks_ + plan_.cuts_.chunks.size()),
                        class_.max_chunks);
       }
-      for (const ChunkCut& cut : plan_.cuts_.chunks) add_chunk(cut, path);
+      for (const ChunkCut& cut : plan_.cuts_.chunks) {
+        add_chunk(cut, plan_.cuts_.spans, path, /*here=*/true);
+      }
     }
     add_chunk_slots();
+  }
+
+  void add_shared_chunks() {
+    const std::span<const ChunkCut> cuts = share_->cuts->chunks;
+    for (size_t i = 0; i < cuts.size(); ++i) {
+      const bool here = share_->chunk_owners.empty() || share_->chunk_owners[i] == share_->rank;
+      add_chunk(cuts[i], share_->cuts->spans, Path::kExpand, here);
+      if (share_->assemble_chunks) assemble(plan_.chunks_.back(), cuts[i]);
+    }
+  }
+
+  /// Every rank sends its rows of the chunk's spans, span by span. A chunk that no new token of any
+  /// rank sees is not sent.
+  void assemble(Chunk& chunk, const ChunkCut& cut) {
+    const auto spans = std::span(share_->cuts->spans)
+                           .subspan(static_cast<size_t>(cut.span_begin),
+                                    static_cast<size_t>(cut.span_end - cut.span_begin));
+    if (std::ranges::none_of(
+            spans, [&](const Span& span) { return batch_.query_len(span.request) > 0; })) {
+      return;
+    }
+    const int32_t n = chunk.request_end - chunk.request_begin;
+    chunk.stored_starts = add_array<int32_t>(n);
+    chunk.stored_cu_seq_lens = add_array<int32_t>(n + 1);
+    int32_t* const starts = data(chunk.stored_starts);
+    int32_t* const cu_seq_lens = data(chunk.stored_cu_seq_lens);
+    std::fill_n(starts, n, 0);
+    std::fill_n(cu_seq_lens, n + 1, 0);
+    for (const Span& span : spans) {
+      const int32_t j = span.request - chunk.request_begin;
+      starts[j] = local_length(span.begin, config_.shard);
+      cu_seq_lens[j + 1] = local_span_length(span.begin, span.end, config_.shard);
+    }
+    std::partial_sum(cu_seq_lens, cu_seq_lens + n + 1, cu_seq_lens);
+    chunk.stored_rows = cu_seq_lens[n];
+
+    const int32_t world = config_.shard.world;
+    int32_t padded = 0;
+    for (int32_t rank = 0; rank < world; ++rank) {
+      const ContextShard shard{world, rank, config_.shard.interleave};
+      int32_t rows = 0;
+      for (const Span& span : spans) rows += local_span_length(span.begin, span.end, shard);
+      padded = std::max(padded, rows);
+    }
+    chunk.assembly = add_assembly(padded, chunk.seq_tot);
+    plan_.next_rows_.resize(static_cast<size_t>(world));
+    for (int32_t rank = 0; rank < world; ++rank) plan_.next_rows_[rank] = rank * padded;
+    int32_t* source = data(chunk.assembly.sources);
+    for (const Span& span : spans) {
+      for (int32_t t = span.begin; t < span.end; ++t) {
+        *source++ = plan_.next_rows_[owner_rank(t, config_.shard)]++;
+      }
+    }
   }
 
   Path path_of(int32_t r) const {
@@ -247,17 +350,16 @@ class PlanBuilder {
     return chunk;
   }
 
-  void add_chunk(const ChunkCut& cut, Path path) {
-    const std::span<const Span> spans =
-        std::span(plan_.cuts_.spans)
-            .subspan(static_cast<size_t>(cut.span_begin),
-                     static_cast<size_t>(cut.span_end - cut.span_begin));
+  /// `here`: whether this rank attends it; else it has no items.
+  void add_chunk(const ChunkCut& cut, std::span<const Span> all_spans, Path path, bool here) {
+    const std::span<const Span> spans = all_spans.subspan(
+        static_cast<size_t>(cut.span_begin), static_cast<size_t>(cut.span_end - cut.span_begin));
     const int32_t begin = class_.enabled() ? 0 : cut.request_begin;
     const int32_t end = class_.enabled() ? num_requests() : cut.request_end;
     const int32_t n = end - begin;
 
     const int64_t most_items =
-        path == Path::kExpand ? cut.span_end - cut.span_begin : absorbed_items(spans);
+        path == Path::kExpand ? expanded_items(spans) : absorbed_items(spans);
     Chunk& chunk = add_chunk_arrays(begin, end, most_items);
     ++plan_.num_chunks_;
     chunk.path = path;
@@ -271,7 +373,8 @@ class PlanBuilder {
     AttentionItem* const items = data(chunk.items);
     AttentionItem* item = items;
     const int32_t* const query_start_loc = batch_.query_start_loc.data();
-    const ContextShard shard = config_.shard;
+    const bool whole = share_ != nullptr && share_->assemble_chunks;
+    const ContextShard shard = whole ? ContextShard{} : config_.shard;
     int32_t longest_query = 0;
     int32_t j = 0;
     int32_t rows = 0;
@@ -292,9 +395,13 @@ class PlanBuilder {
       const int32_t length = local_length(span.end, shard) - start;
       const int32_t q_begin = query_start_loc[span.request];
       const int32_t q_len = query_start_loc[span.request + 1] - q_begin;
-      if (length > 0 && q_len > 0) {
+      if (length > 0 && q_len > 0 && here) {
         longest_query = std::max(longest_query, q_len);
-        if (path == Path::kExpand) {
+        if (share_ != nullptr) {
+          for (const QueryRows& query : rows_of(share_->context_rows, span.request)) {
+            *item++ = {query.q_row, query.length, rows, length, kUnmasked, query.out_row};
+          }
+        } else if (path == Path::kExpand) {
           *item++ = {q_begin, q_len, rows, length, kUnmasked, q_begin};
         } else {
           item = write_absorbed_items(chunk, {q_begin, q_len, rows, length}, item);
@@ -324,6 +431,19 @@ class PlanBuilder {
       plan_.block_size_ =
           chunk.items.offset + static_cast<size_t>(num_items) * sizeof(AttentionItem);
     }
+  }
+
+  static std::span<const QueryRows> rows_of(std::span<const QueryRows> all, int32_t request) {
+    const auto range = std::ranges::equal_range(all, request, {}, &QueryRows::request);
+    return {range.begin(), range.end()};
+  }
+
+  /// Items of an expanded chunk where every span has keys on this rank.
+  int64_t expanded_items(std::span<const Span> spans) const {
+    if (share_ == nullptr) return static_cast<int64_t>(spans.size());
+    size_t items = 0;
+    for (const Span& span : spans) items += rows_of(share_->context_rows, span.request).size();
+    return static_cast<int64_t>(items);
   }
 
   /// Items of an absorbed chunk where every span has keys on this rank.
@@ -388,7 +508,9 @@ class PlanBuilder {
   void add_new_token_pieces() {
     plan_.cuts_.clear();
     cut_new_tokens(config_, batch_.query_start_loc, plan_.cuts_);
-    for (const ChunkCut& cut : plan_.cuts_.chunks) add_piece(cut);
+    for (const ChunkCut& cut : plan_.cuts_.chunks) {
+      share_ == nullptr ? add_piece(cut) : add_shared_piece(cut);
+    }
     add_piece_slots();
   }
 
@@ -402,6 +524,8 @@ class PlanBuilder {
     const Span& last = plan_.cuts_.spans[cut.span_end - 1];
     piece.row_begin = row(first.request, first.begin);
     piece.row_end = row(last.request, last.end);
+    piece.out_row_begin = piece.row_begin;
+    piece.out_row_end = piece.row_end;
 
     AttentionItem* item = data(piece.final_items);
     for (int32_t i = cut.span_begin; i < cut.span_end; ++i) {
@@ -422,6 +546,59 @@ class PlanBuilder {
       piece.max_query_len = std::max(piece.max_query_len, request_end - piece.row_end);
     }
     *data(piece.counts) = {cut.span_end - cut.span_begin, piece.row_end - piece.row_begin,
+                           piece.carried_items.size, piece.final_items.size};
+  }
+
+  /// Of the piece's keys, the rank's queries inside their range see those before them; its later
+  /// queries of the same request see all.
+  void add_shared_piece(const ChunkCut& cut) {
+    const auto spans = std::span(plan_.cuts_.spans)
+                           .subspan(static_cast<size_t>(cut.span_begin),
+                                    static_cast<size_t>(cut.span_end - cut.span_begin));
+    const auto row = [&](int32_t r, int32_t position) {
+      return batch_.query_start_loc[r] + position;
+    };
+    const int32_t row_begin = row(spans.front().request, spans.front().begin);
+    std::vector<AttentionItem>& carried = plan_.carried_items_;
+    std::vector<AttentionItem>& final = plan_.final_items_;
+    carried.clear();
+    final.clear();
+    for (const Span& span : spans) {
+      const int32_t k_begin = row(span.request, span.begin) - row_begin;
+      for (const QueryRows& rows : rows_of(share_->new_token_rows, span.request)) {
+        const int32_t end = rows.position + rows.length;
+        const auto add = [&](std::vector<AttentionItem>& items, int32_t from, int32_t to,
+                             int32_t k_len, int32_t causal_offset) {
+          if (from >= to) return;
+          const int32_t skipped = from - rows.position;
+          items.push_back({rows.q_row + skipped, to - from, k_begin, k_len, causal_offset,
+                           rows.out_row + skipped});
+        };
+        const int32_t from = std::max(rows.position, span.begin);
+        const int32_t to = std::min(end, span.end);
+        add(final, from, to, to - span.begin, from - span.begin);
+        add(carried, std::max(rows.position, span.end), end, span.end - span.begin, kUnmasked);
+      }
+    }
+
+    NewTokenPiece& piece = plan_.pieces_.emplace_back();
+    ++plan_.num_pieces_;
+    piece.row_begin = row_begin;
+    piece.row_end = row(spans.back().request, spans.back().end);
+    if (!final.empty()) {
+      piece.out_row_begin = final.front().out_row;
+      piece.out_row_end = final.back().out_row + final.back().q_len;
+    }
+    for (const std::vector<AttentionItem>* items : {&carried, &final}) {
+      for (const AttentionItem& item : *items) {
+        piece.max_query_len = std::max(piece.max_query_len, item.q_len);
+        piece.max_seq_len = std::max(piece.max_seq_len, item.k_len);
+      }
+    }
+    piece.carried_items = add_copy(std::span<const AttentionItem>(carried));
+    piece.final_items = add_copy(std::span<const AttentionItem>(final));
+    piece.counts = add_array<ChunkCounts>(1);
+    *data(piece.counts) = {static_cast<int32_t>(spans.size()), piece.row_end - piece.row_begin,
                            piece.carried_items.size, piece.final_items.size};
   }
 
@@ -461,13 +638,14 @@ class PlanBuilder {
   const PlanConfig& config_;
   const Batch& batch_;
   const ShapeClass& class_;
+  const PlanShare* share_;
   StepPlan& plan_;
   int64_t max_used_pages_ = 0;  // of one request, where a table was given
 };
 
 void build_plan(const PlanConfig& config, const Batch& batch, const HostBlockTable* table,
-                StepPlan& plan, const ShapeClass& shape_class) {
-  PlanBuilder builder(config, batch, shape_class, plan);
+                StepPlan& plan, const ShapeClass& shape_class, const PlanShare* share) {
+  PlanBuilder builder(config, batch, shape_class, share, plan);
   builder.clear();
   try {
     builder.build(table);
@@ -480,7 +658,7 @@ void build_plan(const PlanConfig& config, const Batch& batch, const HostBlockTab
 int64_t plan_block_bytes(const PlanConfig& config, const ShapeClass& shape_class) {
   StepPlan plan;
   const Batch empty;
-  PlanBuilder builder(config, empty, shape_class, plan);
+  PlanBuilder builder(config, empty, shape_class, /*share=*/nullptr, plan);
   builder.clear();
   builder.build_empty_class();
   return static_cast<int64_t>(plan.block().size());

@@ -22,6 +22,7 @@
 #include "metadata/batch.h"
 #include "metadata/context_parallel.h"
 #include "metadata/model.h"
+#include "metadata/plan_share.h"
 #include "metadata/schedule.h"
 
 namespace mla {
@@ -63,7 +64,7 @@ struct PlanConfig {
   int32_t split_tokens = 0;  // kFixed only, a multiple of page_size, at most W;
                              // 0: the largest page multiple <= min(W, 4096)
   PathPolicy path = PathPolicy::kExpand;
-  ContextShard shard;  // world 1: the whole context lives here
+  ContextShard shard = {};  // world 1: the whole context lives here
 };
 
 /// Capacities for which a plan's block layout, and so a captured CUDA graph, is fixed. All zero:
@@ -95,10 +96,19 @@ struct ChunkCounts {
   int32_t final_items = 0;
 };
 
+/// Rows that come together from all ranks, each of which sends a block of `padded_rows`: row i of
+/// the result is row sources[i] of what arrives.
+struct RowAssembly {
+  int32_t padded_rows = 0;      // 0: nothing to assemble
+  BlockArray<int32_t> bounds;   // 0, 0 and the number of rows: they are one span from 0 on
+  BlockArray<int32_t> sources;  // [rows]
+};
+
 /// Some rows of the contexts of requests [request_begin, request_end): for each at most one span.
 /// Requests without a span are trimmed at both ends (kUniform trims only those without any
 /// context); inside they have length 0. Under context parallelism, lengths and starts are those of
-/// this rank, ranges are the same on all.
+/// this rank (where the chunk is assembled from all ranks: of the whole context), ranges are the
+/// same on all.
 struct Chunk {
   Path path = Path::kExpand;
   int32_t request_begin = 0;  // n = request_end - request_begin
@@ -114,8 +124,12 @@ struct Chunk {
   BlockArray<int32_t> cu_seq_lens;  // [n+1], rebased: first 0, last seq_tot
   BlockArray<AttentionItem> items;  // requests with new tokens and keys in this chunk, in order
   BlockArray<ChunkCounts> counts;   // [1]
-  int32_t pass_begin = 0;  // kAbsorb: [pass_begin, pass_end) of StepPlan::absorb_passes(), which
-  int32_t pass_end = 0;    // share out the items
+  int32_t pass_begin = 0;   // kAbsorb: [pass_begin, pass_end) of StepPlan::absorb_passes(), which
+  int32_t pass_end = 0;     // share out the items
+  RowAssembly assembly;     // PlanShare::assemble_chunks, where a new token sees the chunk
+  int32_t stored_rows = 0;  // what this rank sends of an assembled chunk
+  BlockArray<int32_t> stored_starts;       // [n] positions in the rank's cache
+  BlockArray<int32_t> stored_cu_seq_lens;  // [n+1]
 };
 
 /// Query rows [row_begin, row_end) of an absorbed chunk, at most kAbsorbRows of them: what goes
@@ -132,6 +146,8 @@ struct AbsorbPass {
 struct NewTokenPiece {
   int32_t row_begin = 0;  // rows of kv_c and k_pe; key row 0 of the items is row_begin
   int32_t row_end = 0;
+  int32_t out_row_begin = 0;  // what final_items write: the same rows, but for a PlanShare
+  int32_t out_row_end = 0;
   int32_t max_query_len = 0;
   int32_t max_seq_len = 0;
   BlockArray<AttentionItem> carried_items;  // later rows of the same requests: unmasked, merged
@@ -157,6 +173,17 @@ class StepPlan {
   std::span<const NewTokenPiece> new_token_slots() const { return pieces_; }
 
   std::span<const AbsorbPass> absorb_passes() const { return passes_; }
+
+  /// Where results of the context stand: PlanShare's row blocks, else one block, whose row starts
+  /// are query_start_loc().
+  int32_t num_row_blocks() const { return num_row_blocks_; }
+  BlockArray<int32_t> context_row_starts() const { return context_row_starts_; }
+  /// Rows that the new-token pieces write: all T, or this rank's share.
+  int32_t num_out_rows() const { return num_out_rows_; }
+  /// How the new tokens of all ranks come together, and the slots 0, 1, ... that this rank's are
+  /// packed into before.
+  const RowAssembly& new_token_assembly() const { return new_token_assembly_; }
+  BlockArray<int64_t> packing_slots() const { return packing_slots_; }  // [num_out_rows()]
 
   /// In a shape class both arrays go on for its unused requests, which have no tokens, and for a
   /// last one (entry max_requests + 1) without context, whose new tokens are the rows from T to
@@ -203,12 +230,20 @@ class StepPlan {
   BlockArray<int32_t> context_start_loc_;
   BlockArray<int32_t> block_table_;
   int32_t block_table_stride_ = 0;
+  int32_t num_row_blocks_ = 1;
+  int32_t num_out_rows_ = 0;
+  BlockArray<int32_t> context_row_starts_;
+  RowAssembly new_token_assembly_;
+  BlockArray<int64_t> packing_slots_;
   uint64_t hash_ = 0;
 
   // Working memory of build_plan, kept so that later steps allocate nothing.
   std::vector<Path> paths_;            // [R]
   std::vector<int32_t> context_lens_;  // [R], of the requests of one path
   ScheduleCuts cuts_;
+  std::vector<AttentionItem> carried_items_;  // of one piece
+  std::vector<AttentionItem> final_items_;
+  std::vector<int32_t> next_rows_;  // [world] of one assembled chunk
 };
 
 /// The device-side address of a plan's array, `base` being where the block was copied.
@@ -229,8 +264,12 @@ int32_t effective_split_tokens(const PlanConfig& config);
 /// and the chunks' arrays. Throws kInvalidArgument, also
 /// for a plan outside `shape_class`, naming the capacity; `plan` is then empty. No allocation once
 /// `plan` has grown.
+///
+/// With a `share`, the plan is a rank's of a context-parallel group: chunks are those of the
+/// share's cuts, and items those of its rows. Only the expand path and no class (kUnsupported).
 void build_plan(const PlanConfig& config, const Batch& batch, const HostBlockTable* table,
-                StepPlan& plan, const ShapeClass& shape_class = {});
+                StepPlan& plan, const ShapeClass& shape_class = {},
+                const PlanShare* share = nullptr);
 
 /// Bytes of the block of any plan of the class.
 int64_t plan_block_bytes(const PlanConfig& config, const ShapeClass& shape_class);
