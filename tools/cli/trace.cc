@@ -9,22 +9,22 @@ namespace mla::cli {
 using nlohmann::ordered_json;
 
 void Trace::begin(std::string name, std::string category, ordered_json args) {
+  open_.push_back(category);
   ordered_json event{{"name", std::move(name)}, {"cat", std::move(category)}, {"ph", "B"}};
   event["pid"] = 1;
   event["tid"] = 1;
   if (!args.is_null()) event["args"] = std::move(args);
   event["ts"] = now_us();  // last, so that making the event counts to the span around it
   events_.push_back(std::move(event));
-  ++depth_;
 }
 
 void Trace::end() {
   events_.push_back({{"ph", "E"}, {"pid", 1}, {"tid", 1}, {"ts", now_us()}});
-  --depth_;
+  open_.pop_back();
 }
 
 void Trace::end_to(size_t depth) {
-  while (depth_ > depth) end();
+  while (open_.size() > depth) end();
 }
 
 ordered_json Trace::to_json() const {
@@ -125,18 +125,14 @@ class TracingBackend final : public ForwardingBackend {
   }
   void begin_chunk(std::string name, int64_t rows) {
     close_chunk();
-    chunk_depth_ = trace_.depth();
-    trace_.begin(std::move(name), "chunk", {{"rows", rows}});
+    if (trace_.innermost() == "layer") trace_.begin(std::move(name), "chunk", {{"rows", rows}});
   }
-  /// The chunk's span may have been closed already, with the layer's.
   void close_chunk() {
-    if (chunk_depth_ > 0 && trace_.depth() == chunk_depth_ + 1) trace_.end_to(chunk_depth_);
-    chunk_depth_ = 0;
+    if (trace_.innermost() == "chunk") trace_.end();
   }
 
   Trace& trace_;
   const void* gathered_ = nullptr;
-  size_t chunk_depth_ = 0;  // spans around the open chunk's; 0: none is open
   int num_chunks_ = 0;
   int num_pieces_ = 0;
 };

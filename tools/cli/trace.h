@@ -20,7 +20,9 @@ class Trace {
   void end();
   /// Closes spans until `depth` are open.
   void end_to(size_t depth);
-  size_t depth() const { return depth_; }
+  size_t depth() const { return open_.size(); }
+  /// Category of the innermost open span; empty where none is open.
+  std::string innermost() const { return open_.empty() ? std::string() : open_.back(); }
 
   nlohmann::ordered_json to_json() const;
 
@@ -32,7 +34,7 @@ class Trace {
 
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   std::vector<nlohmann::ordered_json> events_;
-  size_t depth_ = 0;
+  std::vector<std::string> open_;  // categories, outermost first
 };
 
 /// A span while in scope; nothing where `trace` is null.
@@ -58,7 +60,8 @@ class TraceSpan {
 
 /// A backend whose ops make spans, and wait for their stream to tell how long they took. A gather
 /// opens the span of its chunk; an expansion of rows that no gather made opens that of a piece of
-/// new tokens. Both last until the next or the end of the layer. `trace` must outlive it.
+/// new tokens. Both last until the next or the end of the layer; outside a layer there are none.
+/// `trace` must outlive the backend.
 std::unique_ptr<Backend> make_tracing_backend(std::unique_ptr<Backend> backend, Trace& trace);
 
 }  // namespace mla::cli
