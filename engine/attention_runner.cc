@@ -138,7 +138,7 @@ AttentionRunner::AttentionRunner(const EngineConfig& config, Backend& backend,
   }
   if (layout.absorbed > 0) {
     workspace_.absorbed_query =
-        carver.take_heads(kAbsorbRows, heads, dims.latent_dim(), DType::kBFloat16);
+        carver.take_heads(kAbsorbRows, heads, dims.latent_dim(), DType::kFloat32);
     workspace_.absorbed_out =
         carver.take_heads(kAbsorbRows, heads, dims.kv_lora_rank, DType::kFloat32);
     if (config.merge == MergeMode::kFused) {

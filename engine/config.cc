@@ -117,7 +117,7 @@ WorkspaceLayout workspace_layout(const EngineConfig& config, const Backend& back
     layout.chunk_lse = layout.partial_lse;
   }
   if (plan_config(config, backend).path != PathPolicy::kExpand) {
-    layout.absorbed = part(kAbsorbRows, heads * dims.latent_dim(), DType::kBFloat16) +
+    layout.absorbed = part(kAbsorbRows, heads * dims.latent_dim(), DType::kFloat32) +
                       part(kAbsorbRows, heads * dims.kv_lora_rank, DType::kFloat32);
     if (!discrete) {  // discrete: straight into the chunk's partial
       layout.absorbed += part(kAbsorbRows, heads * dims.v_head_dim, DType::kFloat32) +

@@ -24,7 +24,7 @@ struct AbsorbQueryParams {
   ModelDims dims;
   ConstHeadRows q;                  // [rows, H, P + Rr] bf16
   const void* kv_b_proj = nullptr;  // bf16
-  HeadRows absorbed;                // [rows, H, L + Rr] bf16
+  HeadRows absorbed;                // [rows, H, L + Rr] bf16, or float32: not rounded
   Count num_rows;
 };
 

@@ -25,7 +25,8 @@ struct PrefillAttentionParams {
   int32_t v_head_dim = 0;        // V
   float softmax_scale = 0.0f;
 
-  // bf16 or fp16, one dtype for all four. Data 16-byte aligned, strides multiples of 8.
+  // bf16 or fp16, one dtype for all four; q may be float32 too, as absorb_query leaves it, where
+  // the backend has absorbed attention. Data 16-byte aligned, strides multiples of 8.
   ConstHeadRows q;       // [q_rows, H, P + Rr]
   ConstHeadRows k_nope;  // [k_rows, H, P]; may be a view of the expansion
   ConstRows k_pe;        // [k_rows, Rr], shared by the heads; null where Rr = 0

@@ -204,7 +204,7 @@ void validate(const AbsorbQueryParams& p) {
   validate_dims(p.dims);
   check_count(p.num_rows, "num_rows");
   check_dtype(p.q.dtype, {DType::kBFloat16}, "q");
-  check_dtype(p.absorbed.dtype, {DType::kBFloat16}, "absorbed");
+  check_dtype(p.absorbed.dtype, {DType::kBFloat16, DType::kFloat32}, "absorbed");
   const int64_t rows = p.num_rows.capacity;
   if (rows == 0) return;
   check_input(p.q, rows, p.dims.num_heads, p.dims.qk_head_dim(), "q");
@@ -230,11 +230,11 @@ void validate(const PrefillAttentionParams& p) {
   check_dim(p.qk_rope_head_dim, "qk_rope_head_dim", 0);
   check_dim(p.v_head_dim, "v_head_dim");
   validate_softmax_scale(p.softmax_scale);
-  check_dtype(p.q.dtype, {DType::kBFloat16, DType::kFloat16}, "q");
-  check_dtype(p.k_nope.dtype, {p.q.dtype}, "k_nope");
-  if (p.qk_rope_head_dim > 0) check_dtype(p.k_pe.dtype, {p.q.dtype}, "k_pe");
-  check_dtype(p.v.dtype, {p.q.dtype}, "v");
-  check_dtype(p.out.dtype, {DType::kFloat32, p.q.dtype}, "out");
+  check_dtype(p.k_nope.dtype, {DType::kBFloat16, DType::kFloat16}, "k_nope");
+  check_dtype(p.q.dtype, {p.k_nope.dtype, DType::kFloat32}, "q");
+  if (p.qk_rope_head_dim > 0) check_dtype(p.k_pe.dtype, {p.k_nope.dtype}, "k_pe");
+  check_dtype(p.v.dtype, {p.k_nope.dtype}, "v");
+  check_dtype(p.out.dtype, {DType::kFloat32, p.k_nope.dtype}, "out");
   check_count(p.num_items, "num_items");
   for (const auto& [value, name] : {std::pair<int64_t, const char*>{p.q_rows, "q_rows"},
                                     {p.k_rows, "k_rows"},

@@ -110,10 +110,17 @@ void absorb_query(const AbsorbQueryParams& p, Executor& executor, std::span<std:
         to_float(query(row, head), DType::kBFloat16, nope, 1.0f, x);
       },
       [&](int64_t row, int64_t head, const float* y) {
-        auto* const out = static_cast<uint16_t*>(p.absorbed.data) + row * p.absorbed.row_stride +
-                          head * p.absorbed.head_stride;
-        from_float(y, l, DType::kBFloat16, out);
-        std::memcpy(out + l, query(row, head) + nope, p.dims.qk_rope_head_dim * sizeof(uint16_t));
+        const int64_t bytes = dtype_bytes(p.absorbed.dtype);
+        auto* const out = static_cast<std::byte*>(p.absorbed.data) +
+                          (row * p.absorbed.row_stride + head * p.absorbed.head_stride) * bytes;
+        const uint16_t* const rope = query(row, head) + nope;
+        from_float(y, l, p.absorbed.dtype, out);
+        if (p.absorbed.dtype == DType::kFloat32) {
+          to_float(rope, DType::kBFloat16, p.dims.qk_rope_head_dim, 1.0f,
+                   reinterpret_cast<float*>(out) + l);
+        } else {
+          std::memcpy(out + l * bytes, rope, p.dims.qk_rope_head_dim * sizeof(uint16_t));
+        }
       });
 }
 

@@ -159,6 +159,10 @@ class CudaBackend final : public Backend {
   void absorb_query(const AbsorbQueryParams& p, const OpContext& context) override {
     const nvtx3::scoped_range range("absorb_query");
     validate(p);
+    if (p.absorbed.dtype != DType::kBFloat16) {
+      throw_error(ErrorCode::kUnsupported, "absorbed queries are {} on CUDA, not {}",
+                  dtype_name(DType::kBFloat16), dtype_name(p.absorbed.dtype));
+    }
     const DeviceGuard guard(device_);
     cuda::absorb_query(p, gemm_, handle(context));
   }
@@ -171,6 +175,9 @@ class CudaBackend final : public Backend {
   void prefill_attention(const PrefillAttentionParams& p, const OpContext& context) override {
     const nvtx3::scoped_range range("prefill_attention");
     validate(p);
+    if (p.q.dtype == DType::kFloat32) {
+      throw_error(ErrorCode::kUnsupported, "there is no attention with float32 queries on CUDA");
+    }
     const DeviceGuard guard(device_);
     if (properties_.major == 9 && sm90::supports_prefill_attention(p)) {
       sm90::prefill_attention(p, context.scratch, properties_.multiProcessorCount, handle(context));

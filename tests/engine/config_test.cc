@@ -45,12 +45,12 @@ TEST_F(ConfigTest, WorkspaceIsTheSumOfItsParts) {
 
   c.path = PathPolicy::kAuto;  // 256 rows of 3 * 56 * 2, 3 * 48 * 4, 3 * 40 * 4, 3 * 4 bytes
   layout = workspace_layout(c, backend());
-  EXPECT_EQ(layout.absorbed, 86016u + 147456u + 122880u + 3072u);
+  EXPECT_EQ(layout.absorbed, 172032u + 147456u + 122880u + 3072u);
   c.merge = MergeMode::kDiscrete;
   layout = workspace_layout(c, backend());
   EXPECT_EQ(layout.chunk_out, layout.partial_out);
   EXPECT_EQ(layout.chunk_lse, layout.partial_lse);
-  EXPECT_EQ(layout.absorbed, 86016u + 147456u);
+  EXPECT_EQ(layout.absorbed, 172032u + 147456u);
   EXPECT_EQ(layout.total, 3840 + 12800 + 2 * (23040 + 768) + layout.absorbed + layout.scratch);
 }
 

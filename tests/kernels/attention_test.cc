@@ -349,7 +349,7 @@ TEST_F(AttentionTest, RefusesBadParams) {
   refuse("negative k rows", [](Params& p) { p.k_rows = -1; });
   refuse("negative query length", [](Params& p) { p.max_q_len = -1; });
   refuse("negative key length", [](Params& p) { p.max_k_len = -1; });
-  refuse("float32 q", [](Params& p) { p.q.dtype = DType::kFloat32; });
+  refuse("fp16 q over bf16 keys", [](Params& p) { p.q.dtype = DType::kFloat16; });
   refuse("fp16 v beside bf16", [](Params& p) { p.v.dtype = DType::kFloat16; });
   refuse("fp16 k_nope beside bf16", [](Params& p) { p.k_nope.dtype = DType::kFloat16; });
   refuse("fp16 k_pe beside bf16", [](Params& p) { p.k_pe.dtype = DType::kFloat16; });

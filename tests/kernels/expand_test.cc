@@ -159,15 +159,6 @@ TEST_F(ExpandTest, AbsorbsQueries) {
                                   .row_stride = heads * (p + rr + 8) + 16,
                                   .head_stride = p + rr + 8},
                                  q);
-      const DeviceTensor absorbed(
-          backend(), kBf16,
-          {.rows = rows, .heads = heads, .dim = l + rr, .row_stride = heads * (l + rr) + 24});
-      backend().absorb_query({.dims = dims,
-                              .q = queries.const_heads(),
-                              .kv_b_proj = weights.const_rows().data,
-                              .absorbed = absorbed.heads(),
-                              .num_rows = {rows}},
-                             context(dims, rows));
       std::vector<double> exact;
       for (int64_t r = 0; r < rows; ++r) {
         for (int64_t h = 0; h < heads; ++h) {
@@ -181,13 +172,25 @@ TEST_F(ExpandTest, AbsorbsQueries) {
           exact.insert(exact.end(), query + p, query + p + rr);
         }
       }
-      const std::vector<float> found = absorbed.download();
-      expect_rounded_once(found, exact, kBf16HalfUnit);
-      for (int64_t row = 0; row < rows * heads; ++row) {  // RoPE values are copied
-        EXPECT_TRUE(same_bits(std::span(found).subspan(row * (l + rr) + l, rr),
-                              std::span(q).subspan(row * (p + rr) + p, rr)));
+      for (const DType dtype : {kBf16, DType::kFloat32}) {
+        if (dtype != kBf16 && !backend().supports_path(dims, Path::kAbsorb)) continue;
+        const DeviceTensor absorbed(
+            backend(), dtype,
+            {.rows = rows, .heads = heads, .dim = l + rr, .row_stride = heads * (l + rr) + 24});
+        backend().absorb_query({.dims = dims,
+                                .q = queries.const_heads(),
+                                .kv_b_proj = weights.const_rows().data,
+                                .absorbed = absorbed.heads(),
+                                .num_rows = {rows}},
+                               context(dims, rows));
+        const std::vector<float> found = absorbed.download();
+        expect_rounded_once(found, exact, dtype == kBf16 ? kBf16HalfUnit : 1e-5);
+        for (int64_t row = 0; row < rows * heads; ++row) {  // RoPE values are copied
+          EXPECT_TRUE(same_bits(std::span(found).subspan(row * (l + rr) + l, rr),
+                                std::span(q).subspan(row * (p + rr) + p, rr)));
+        }
+        EXPECT_TRUE(absorbed.padding_is_poison());
       }
-      EXPECT_TRUE(absorbed.padding_is_poison());
     }
   }
 }
