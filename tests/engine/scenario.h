@@ -99,8 +99,8 @@ struct Tolerance {
 /// The field's rule for chunked attention against one unchunked call of the same kernel; the LSE is
 /// far within its 1e-3, since float32 sums and single flips of a bf16 rounding are all it has.
 inline Tolerance tolerance_of(double unchunked) { return {2 * unchunked + 1e-3, 2e-4}; }
-/// The absorbed query is rounded to bf16 where the oracle rounds K: every score is off by up to
-/// 2^-9 of its terms, with random signs, and an LSE of few keys by as much as one score.
+/// Absorbed keys are never rounded to bf16, the oracle's are: every score is off by up to 2^-9 of
+/// its terms, with random signs, and an LSE of few keys by as much as one score.
 inline constexpr Tolerance kAbsorbTolerance{5e-3, 4e-3};
 
 /// Compares the heads that are expected; every value of all heads must be finite.

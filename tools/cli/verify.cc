@@ -41,6 +41,14 @@ std::vector<float> head_weight(const Session& session, int32_t layer, int32_t he
   return to_floats(bits);
 }
 
+/// Whether the context of the plan's request r is attended in latent form.
+bool is_absorbed(const StepPlan& plan, int32_t r) {
+  return std::ranges::any_of(plan.chunks(), [&](const Chunk& chunk) {
+    return chunk.path == Path::kAbsorb && r >= chunk.request_begin && r < chunk.request_end &&
+           plan.host(chunk.seq_lens)[r - chunk.request_begin] > 0;
+  });
+}
+
 int64_t count_scores(const Step& step, int64_t heads) {
   int64_t scores = 0;
   for (const ScheduledRequest& r : step) {
@@ -56,6 +64,7 @@ int64_t count_scores(const Step& step, int64_t heads) {
 struct Verifier::Request {
   ScheduledRequest scheduled;
   int64_t row_begin = 0;  // in the step
+  bool absorbed = false;  // its context's keys and values are attended unrounded
   std::vector<int32_t> rows;
   std::vector<float> latent;  // [S, L], in position order
   std::vector<float> k_pe;    // [S, Rr]
@@ -153,6 +162,24 @@ void Verifier::load_keys(const Session& session, int32_t layer, const HostLayer&
   });
 }
 
+/// What attention reads: keys and values rounded to bf16, but for absorbed context, whose expansion
+/// is never formed.
+oracle::HeadKeys Verifier::expand_head(const Request& request, const ModelDims& dims,
+                                       std::span<const float> weight) {
+  const auto expand = [&](std::span<const float> latent, bool round) {
+    return oracle::expand_head(latent, weight, dims.qk_nope_head_dim, dims.v_head_dim,
+                               dims.kv_lora_rank, round);
+  };
+  const std::span<const float> latent = request.latent;
+  if (!request.absorbed) return expand(latent, /*round=*/true);
+  const size_t context = static_cast<size_t>(request.scheduled.context_len) * dims.kv_lora_rank;
+  oracle::HeadKeys keys = expand(latent.first(context), /*round=*/false);
+  const oracle::HeadKeys given = expand(latent.subspan(context), /*round=*/true);
+  keys.k_nope.insert(keys.k_nope.end(), given.k_nope.begin(), given.k_nope.end());
+  keys.v.insert(keys.v.end(), given.v.begin(), given.v.end());
+  return keys;
+}
+
 Verifier::Errors Verifier::check_head(const Session& session, int32_t layer, int32_t head,
                                       const HostLayer& host, const Request& request) const {
   const ModelDims& dims = session.config().dims;
@@ -169,9 +196,7 @@ Verifier::Errors Verifier::check_head(const Session& session, int32_t layer, int
     std::transform(source, source + qk, q.begin() + i * qk, bf16_value);
     visible[i] = int64_t{request.scheduled.context_len} + request.rows[i] + 1;
   }
-  const oracle::HeadKeys keys =
-      oracle::expand_head(request.latent, head_weight(session, layer, head), dims.qk_nope_head_dim,
-                          v, dims.kv_lora_rank);
+  const oracle::HeadKeys keys = expand_head(request, dims, head_weight(session, layer, head));
   const oracle::HeadResult expected =
       oracle::attend_head(q, keys, request.k_pe, visible, dims.qk_nope_head_dim,
                           dims.qk_rope_head_dim, v, session.config().softmax_scale);
@@ -224,6 +249,7 @@ void Verifier::check_layer(Session& session, int32_t layer) {
     Request request;
     request.scheduled = step[r];
     request.row_begin = row_begin;
+    request.absorbed = is_absorbed(session.plan(), static_cast<int32_t>(r));
     request.rows = chosen_rows(session, r, all);
     row_begin += step[r].query_len;
     if (request.rows.empty()) continue;

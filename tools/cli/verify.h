@@ -3,9 +3,12 @@
 #define TOOLS_CLI_VERIFY_H_
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "kernels/executor.h"
+#include "metadata/model.h"
+#include "tests/oracle/oracle.h"
 #include "tools/cli/session.h"
 
 namespace mla::cli {
@@ -54,6 +57,8 @@ class Verifier {
   std::vector<int32_t> chosen_rows(const Session& session, size_t index, bool all) const;
   void load_keys(const Session& session, int32_t layer, const HostLayer& host,
                  Request& request) const;
+  static oracle::HeadKeys expand_head(const Request& request, const ModelDims& dims,
+                                      std::span<const float> weight);
   Errors check_head(const Session& session, int32_t layer, int32_t head, const HostLayer& host,
                     const Request& request) const;
   void check_expansion(Session& session, int32_t layer, const HostLayer& host);
