@@ -1,5 +1,7 @@
 // What surrounds absorbed attention and is no bf16 product: the queries' RoPE part, and the values
 // of its float32 output.
+#include <cuda_bf16.h>
+
 #include "kernels/cuda/expand.h"
 #include "kernels/cuda/launch.cuh"
 

@@ -75,7 +75,6 @@ class CudaBackend final : public Backend {
   }
 
   std::string attention_kernel(const ModelDims& dims, DType dtype, Path path) const override {
-    validate_dims(dims);
     if (path == Path::kAbsorb) {
       throw_error(ErrorCode::kUnsupported, "there is no absorbed attention on CUDA yet");
     }

@@ -2,6 +2,7 @@
 
 #include "kernels/cuda/empty_rows.h"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/vector8.cuh"
 
 namespace mla::cuda {
 namespace {

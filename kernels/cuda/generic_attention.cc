@@ -24,7 +24,9 @@ std::optional<AttentionVariant> find_variant(int32_t qk_dim, int32_t v_dim, DTyp
 }  // namespace
 
 bool supports_generic_attention(int32_t qk_head_dim, int32_t v_head_dim, DType dtype) {
-  return find_variant(qk_head_dim, v_head_dim, dtype).has_value();
+  const bool in_units =
+      qk_head_dim > 0 && qk_head_dim % 8 == 0 && v_head_dim > 0 && v_head_dim % 8 == 0;
+  return in_units && find_variant(qk_head_dim, v_head_dim, dtype).has_value();
 }
 
 void generic_attention(const PrefillAttentionParams& p, cudaStream_t stream) {

@@ -10,7 +10,7 @@
 
 namespace mla::cuda {
 
-/// Whether a variant takes P + Rr and V, both multiples of 8, in bf16 or fp16.
+/// Whether a variant takes P + Rr and V, which must be multiples of 8, in bf16 or fp16.
 bool supports_generic_attention(int32_t qk_head_dim, int32_t v_head_dim, DType dtype);
 
 /// One launch. `params` have been through kernels/validate.h; throws kUnsupported where

@@ -2,7 +2,7 @@
 #ifndef KERNELS_CUDA_LATENT_ROW_CUH_
 #define KERNELS_CUDA_LATENT_ROW_CUH_
 
-#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/vector8.cuh"
 #include "kernels/latent_cache.h"
 
 namespace mla::cuda {
@@ -20,18 +20,19 @@ using E4m3x8 = Vector8<__nv_fp8_e4m3>;
 __device__ inline Bf16x8 dequantise(const E4m3x8& stored, float scale) {
   Bf16x8 values;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    values.e[i] = __float2bfloat16_rn(static_cast<float>(stored.e[i]) * scale);
+  for (int i = 0; i < 8; i += 2) {
+    const float2 pair = to_floats(stored.e, i);
+    from_floats({pair.x * scale, pair.y * scale}, values.e, i);
   }
   return values;
 }
 
-/// Rounds to nearest even and saturates.
-__device__ inline E4m3x8 quantise(const Bf16x8& values, float scale) {
+__device__ inline E4m3x8 quantise(const Bf16x8& values, const Divider& scale) {
   E4m3x8 stored;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    stored.e[i] = __nv_fp8_e4m3(__bfloat162float(values.e[i]) / scale);
+  for (int i = 0; i < 8; i += 2) {
+    const float2 pair = to_floats(values.e, i);
+    from_floats({scale.divide(pair.x), scale.divide(pair.y)}, stored.e, i);
   }
   return stored;
 }
@@ -65,23 +66,8 @@ __device__ inline Bf16x8 read_unit(const std::byte* row, int unit, float cache_s
   }
 }
 
-/// Stores values [8 * unit, 8 * unit + 8) of the row. kFp8DsMla: of the RoPE part; the latent part
-/// takes write_ds_mla_unit.
-template <KvCacheFormat kFormat>
-__device__ inline void write_unit(std::byte* row, int unit, const Bf16x8& values,
-                                  float cache_scale) {
-  if constexpr (kFormat == KvCacheFormat::kBf16) {
-    reinterpret_cast<Bf16x8*>(row)[unit] = values;
-  } else if constexpr (kFormat == KvCacheFormat::kFp8E4M3) {
-    reinterpret_cast<E4m3x8*>(row)[unit] = quantise(values, cache_scale);
-  } else {
-    reinterpret_cast<Bf16x8*>(row + kDsMlaRope)[unit - kDsMlaLatent / 8] = values;
-  }
-}
-
-/// Sixteen neighbouring lanes hold the 128 values of one scale and call this together. Where `row`
-/// is null nothing is stored.
-__device__ inline void write_ds_mla_unit(std::byte* row, int unit, const Bf16x8& values) {
+/// The scale of 128 values, eight in each of 16 neighbouring lanes. All lanes of the warp call it.
+__device__ inline float ds_mla_scale(const Bf16x8& values) {
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(__bfloat162float(values.e[i])));
@@ -89,9 +75,13 @@ __device__ inline void write_ds_mla_unit(std::byte* row, int unit, const Bf16x8&
   for (int lanes = 8; lanes > 0; lanes /= 2) {
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
   }
-  if (row == nullptr) return;
-  const float scale = largest == 0.0f ? 1.0f : largest / 448.0f;
-  reinterpret_cast<E4m3x8*>(row)[unit] = quantise(values, scale);
+  return largest == 0.0f ? 1.0f : largest / 448.0f;
+}
+
+/// Stores values [8 * unit, 8 * unit + 8) of the latent part, and by every 16th unit the scale.
+__device__ inline void write_ds_mla_unit(std::byte* row, int unit, const Bf16x8& values,
+                                         float scale) {
+  reinterpret_cast<E4m3x8*>(row)[unit] = quantise(values, Divider(scale));
   if (unit % 16 == 0) reinterpret_cast<float*>(row + kDsMlaScales)[unit / 16] = scale;
 }
 

@@ -1,8 +1,10 @@
-// A block merges 64 rows (token, head): first the weights of each, then the values, eight at a
-// time. A tile is 8 heads wide where there are as many, so that reads of either layout of the LSE
-// use whole sectors and reads of values are long.
+// A block merges 64 rows (token, head): first the weights of each, then the values. A tile is 8
+// heads wide where there are as many, so that reads of either layout of the LSE use whole sectors
+// and reads of values are long.
+#include "kernels/convert.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/merge_attn_states.h"
+#include "kernels/cuda/vector8.cuh"
 #include "kernels/lse.h"
 
 namespace mla::cuda {
@@ -10,93 +12,169 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kTileRows = 64;
-constexpr int kUnroll = 2;  // vectors a thread has in flight on each side
 
+/// Vectors a thread has in flight on each side, within 80 registers.
+template <typename Prefix, typename Suffix>
+constexpr int kUnroll = sizeof(Prefix) + sizeof(Suffix) > 4 ? 2 : 4;
+
+/// How rows lie in tiles.
 struct MergeTiles {
   int head_shift = 0;  // a tile has 1 << head_shift heads
   uint32_t head_tiles = 0;
-  bool prefix_aligned = false;
-  bool suffix_aligned = false;
-  bool output_aligned = false;
 };
 
-__device__ float2 merge_lse(const MergeAttnStatesParams& p, int64_t token, int64_t head) {
-  const bool has_prefix = p.prefix_tokens < 0 || token < p.prefix_tokens;
-  const auto at = [&](const auto& lse) {
-    return lse.data + head * lse.head_stride + token * lse.row_stride;
-  };
-  const MergeWeights weights =
-      merge_weights(has_prefix ? *at(p.prefix_lse) : -INFINITY, *at(p.suffix_lse));
-  if (p.output_lse.data != nullptr) *at(p.output_lse) = weights.lse;
-  return {weights.prefix, weights.suffix};
+/// The rows of a block.
+struct MergeTile {
+  int64_t first_token = 0;
+  int first_head = 0;
+  int head_shift = 0;
+  int tokens = 0;  // that exist
+  int heads = 0;
+
+  __device__ MergeTile(const MergeAttnStatesParams& p, const MergeTiles& tiles)
+      : head_shift(tiles.head_shift) {
+    const int tile_heads = 1 << head_shift;
+    const int tile_tokens = kTileRows >> head_shift;
+    first_token = int64_t{blockIdx.x / tiles.head_tiles} * tile_tokens;
+    first_head = static_cast<int>(blockIdx.x % tiles.head_tiles) * tile_heads;
+    tokens = static_cast<int>(
+        max(min(length(p.num_tokens) - first_token, int64_t{tile_tokens}), int64_t{0}));
+    heads = min(p.num_heads - first_head, tile_heads);
+  }
+
+  __device__ int token(int row) const { return row >> head_shift; }
+  __device__ int head(int row) const { return row & ((1 << head_shift) - 1); }
+  __device__ bool has(int row) const {
+    return row < kTileRows && token(row) < tokens && head(row) < heads;
+  }
+  /// Elements from the start of a view to the row.
+  template <typename View>
+  __device__ int64_t offset(const View& view, int row) const {
+    return (first_token + token(row)) * view.row_stride +
+           (first_head + head(row)) * view.head_stride;
+  }
+};
+
+/// Finds the weights of all rows and writes their lse. One thread reads and writes a row's: in
+/// place is safe.
+__device__ void merge_lse(const MergeAttnStatesParams& p, const MergeTile& tile,
+                          float2 (&weights)[kTileRows]) {
+  const int row = static_cast<int>(threadIdx.x);
+  if (tile.has(row)) {
+    const bool has_prefix =
+        p.prefix_tokens < 0 || tile.first_token + tile.token(row) < p.prefix_tokens;
+    const MergeWeights merged =
+        merge_weights(has_prefix ? p.prefix_lse.data[tile.offset(p.prefix_lse, row)] : -INFINITY,
+                      p.suffix_lse.data[tile.offset(p.suffix_lse, row)]);
+    weights[row] = {merged.prefix, merged.suffix};
+    if (p.output_lse.data != nullptr) {
+      p.output_lse.data[tile.offset(p.output_lse, row)] = merged.lse;
+    }
+  }
+  __syncthreads();
 }
 
 template <typename Prefix, typename Suffix, typename Output>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, 3)
     merge_kernel(const __grid_constant__ MergeAttnStatesParams p,
                  const __grid_constant__ MergeTiles tiles) {
-  __shared__ float2 row_weights[kTileRows];
-  const int64_t tokens = length(p.num_tokens);
-  const int64_t first_token =
-      int64_t{blockIdx.x / tiles.head_tiles} * (kTileRows >> tiles.head_shift);
-  const int first_head = static_cast<int>(blockIdx.x % tiles.head_tiles) << tiles.head_shift;
-  if (first_token >= tokens) return;
+  __shared__ float2 weights[kTileRows];
+  const MergeTile tile(p, tiles);
+  if (tile.tokens == 0) return;
+  merge_lse(p, tile, weights);
 
-  const auto token_of = [&](int row) { return first_token + (row >> tiles.head_shift); };
-  const auto head_of = [&](int row) { return first_head + (row & ((1 << tiles.head_shift) - 1)); };
-  const auto exists = [&](int row) { return token_of(row) < tokens && head_of(row) < p.num_heads; };
-
-  if (threadIdx.x < kTileRows && exists(threadIdx.x)) {
-    row_weights[threadIdx.x] = merge_lse(p, token_of(threadIdx.x), head_of(threadIdx.x));
-  }
-  __syncthreads();
-
-  const auto address = [&](const auto& view, int row, int column, auto* type) {
-    return static_cast<decltype(type)>(view.data) + token_of(row) * view.row_stride +
-           head_of(row) * view.head_stride + column;
-  };
-  const float scale = p.output_scale == nullptr ? 1.0f : *p.output_scale;
+  // A thread keeps to its eight columns, so that it divides once.
   const int row_vectors = p.head_dim / 8;
-  const int vectors = kTileRows * row_vectors;
-  for (int first = threadIdx.x; first < vectors; first += kThreads * kUnroll) {
-    Vector8<Prefix> prefix[kUnroll];
-    Vector8<Suffix> suffix[kUnroll];
-    MergeWeights weights[kUnroll];
+  const int pass_rows = kThreads / row_vectors;
+  const int thread_row = static_cast<int>(threadIdx.x) / row_vectors;
+  const int column = (static_cast<int>(threadIdx.x) - thread_row * row_vectors) * 8;
+  if (thread_row >= pass_rows) return;
+  const auto* const prefixes = static_cast<const Prefix*>(p.prefix_out.data) + column;
+  const auto* const suffixes = static_cast<const Suffix*>(p.suffix_out.data) + column;
+  auto* const outputs = static_cast<Output*>(p.output.data) + column;
+  const Divider scale(p.output_scale == nullptr ? 1.0f : *p.output_scale);
+
+  constexpr int kVectors = kUnroll<Prefix, Suffix>;
+  for (int first = thread_row; first < kTileRows; first += pass_rows * kVectors) {
+    Vector8<Prefix> prefix[kVectors];
+    Vector8<Suffix> suffix[kVectors];
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      const int row = (first + j * kThreads) / row_vectors;
-      const int column = (first + j * kThreads - row * row_vectors) * 8;
-      if (row >= kTileRows || !exists(row)) continue;
-      weights[j].prefix = row_weights[row].x;
-      weights[j].suffix = row_weights[row].y;
-      if (weights[j].prefix != 0.0f) {
-        prefix[j] = load8(address(p.prefix_out, row, column, static_cast<const Prefix*>(nullptr)),
-                          tiles.prefix_aligned);
-      }
-      if (weights[j].suffix != 0.0f) {
-        suffix[j] = load8(address(p.suffix_out, row, column, static_cast<const Suffix*>(nullptr)),
-                          tiles.suffix_aligned);
-      }
+    for (int j = 0; j < kVectors; ++j) {
+      const int row = first + j * pass_rows;
+      if (!tile.has(row)) continue;
+      const float2 w = weights[row];
+      if (w.x != 0.0f) prefix[j] = load8<true>(prefixes + tile.offset(p.prefix_out, row));
+      if (w.y != 0.0f) suffix[j] = load8<true>(suffixes + tile.offset(p.suffix_out, row));
     }
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      const int row = (first + j * kThreads) / row_vectors;
-      const int column = (first + j * kThreads - row * row_vectors) * 8;
-      if (row >= kTileRows || !exists(row)) continue;
+    for (int j = 0; j < kVectors; ++j) {
+      const int row = first + j * pass_rows;
+      if (!tile.has(row)) continue;
+      const MergeWeights w{weights[row].x, weights[row].y};
       Vector8<Output> output;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float value = merge_values(weights[j], static_cast<float>(prefix[j].e[i]),
-                                         static_cast<float>(suffix[j].e[i]));
+      for (int i = 0; i < 8; i += 2) {
+        const float2 a = to_floats(prefix[j].e, i);
+        const float2 b = to_floats(suffix[j].e, i);
+        float2 merged{merge_values(w, a.x, b.x), merge_values(w, a.y, b.y)};
         if constexpr (sizeof(Output) == 1) {
-          output.e[i] = Output(value / scale);  // saturates
-        } else {
-          output.e[i] = static_cast<Output>(value);
+          merged = {scale.divide(merged.x), scale.divide(merged.y)};
         }
+        from_floats(merged, output.e, i);
       }
-      store8(address(p.output, row, column, static_cast<Output*>(nullptr)), output,
-             tiles.output_aligned);
+      store8<true>(outputs + tile.offset(p.output, row), output);
     }
+  }
+}
+
+__device__ float load_value(const void* data, DType dtype, int64_t at) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return fp16_to_float(static_cast<const uint16_t*>(data)[at]);
+    case DType::kBFloat16:
+      return bf16_to_float(static_cast<const uint16_t*>(data)[at]);
+    default:
+      return static_cast<const float*>(data)[at];
+  }
+}
+
+__device__ void store_value(float value, void* data, DType dtype, int64_t at) {
+  switch (dtype) {
+    case DType::kFloat8E4M3:
+      static_cast<uint8_t*>(data)[at] = float_to_e4m3(value);
+      break;
+    case DType::kFloat16:
+      static_cast<uint16_t*>(data)[at] = float_to_fp16(value);
+      break;
+    case DType::kBFloat16:
+      static_cast<uint16_t*>(data)[at] = float_to_bf16(value);
+      break;
+    default:
+      static_cast<float*>(data)[at] = value;
+  }
+}
+
+/// Value by value, for views that vectors can't be loaded from.
+__global__ void __launch_bounds__(kThreads)
+    merge_unaligned_kernel(const __grid_constant__ MergeAttnStatesParams p,
+                           const __grid_constant__ MergeTiles tiles) {
+  __shared__ float2 weights[kTileRows];
+  const MergeTile tile(p, tiles);
+  if (tile.tokens == 0) return;
+  merge_lse(p, tile, weights);
+  const bool scaled = p.output.dtype == DType::kFloat8E4M3;
+  for (int i = threadIdx.x; i < kTileRows * p.head_dim; i += kThreads) {
+    const int row = i / p.head_dim;
+    const int column = i - row * p.head_dim;
+    if (!tile.has(row)) continue;
+    const auto load = [&](const ConstHeadRows& view, float weight) {
+      return weight == 0.0f ? 0.0f
+                            : load_value(view.data, view.dtype, tile.offset(view, row) + column);
+    };
+    const MergeWeights w{weights[row].x, weights[row].y};
+    const float value = merge_values(w, load(p.prefix_out, w.prefix), load(p.suffix_out, w.suffix));
+    store_value(scaled ? value / *p.output_scale : value, p.output.data, p.output.dtype,
+                tile.offset(p.output, row) + column);
   }
 }
 
@@ -124,29 +202,26 @@ MergeKernel kernel_for_suffix(DType suffix, DType output) {
       return kernel_for_output<Prefix, float>(output);
     case DType::kFloat16:
       return kernel_for_output<Prefix, __half>(output);
-    case DType::kBFloat16:
-      return kernel_for_output<Prefix, __nv_bfloat16>(output);
     default:
-      return nullptr;
+      return kernel_for_output<Prefix, __nv_bfloat16>(output);
   }
 }
 
 MergeKernel find_kernel(const MergeAttnStatesParams& p) {
+  const auto aligned = [](const auto& view) {
+    return vector_aligned(view.data, view.dtype, view.row_stride, view.head_stride);
+  };
+  if (!aligned(p.prefix_out) || !aligned(p.suffix_out) || !aligned(p.output)) {
+    return merge_unaligned_kernel;
+  }
   switch (p.prefix_out.dtype) {
     case DType::kFloat32:
       return kernel_for_suffix<float>(p.suffix_out.dtype, p.output.dtype);
     case DType::kFloat16:
       return kernel_for_suffix<__half>(p.suffix_out.dtype, p.output.dtype);
-    case DType::kBFloat16:
-      return kernel_for_suffix<__nv_bfloat16>(p.suffix_out.dtype, p.output.dtype);
     default:
-      return nullptr;
+      return kernel_for_suffix<__nv_bfloat16>(p.suffix_out.dtype, p.output.dtype);
   }
-}
-
-template <typename Pointer>
-bool is_aligned(const BasicHeadRows<Pointer>& view) {
-  return vector_aligned(view.data, view.dtype, view.row_stride, view.head_stride);
 }
 
 }  // namespace
@@ -155,9 +230,6 @@ void merge_attn_states(const MergeAttnStatesParams& p, cudaStream_t stream) {
   MergeTiles tiles;
   while (tiles.head_shift < 3 && (1 << tiles.head_shift) < p.num_heads) ++tiles.head_shift;
   tiles.head_tiles = static_cast<uint32_t>(divide_up(p.num_heads, 1 << tiles.head_shift));
-  tiles.prefix_aligned = is_aligned(p.prefix_out);
-  tiles.suffix_aligned = is_aligned(p.suffix_out);
-  tiles.output_aligned = is_aligned(p.output);
   const int64_t token_tiles = divide_up(p.num_tokens.capacity, kTileRows >> tiles.head_shift);
   launch("launching merge_attn_states", find_kernel(p), token_tiles * tiles.head_tiles, kThreads, 0,
          stream, p, tiles);

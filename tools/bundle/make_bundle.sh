@@ -43,4 +43,6 @@ for program in "$@"; do
     done
 done
 
-tar -C "$stage" --sort=name --owner=0 --group=0 --mtime='2000-01-01 UTC' -czf "$out" mla_prefill
+# Each program has all kernels in it; a dictionary longer than a program stores them once.
+tar -C "$stage" --sort=name --owner=0 --group=0 --mtime='2000-01-01 UTC' -c mla_prefill |
+  xz --lzma2=preset=4,dict=64MiB >"$out"
