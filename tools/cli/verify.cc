@@ -88,6 +88,7 @@ double Verifier::Errors::relative() const {
 std::vector<int32_t> Verifier::chosen_heads(int32_t num_heads) const {
   const int32_t count = sample_.max_heads == 0 ? num_heads : std::min(sample_.max_heads, num_heads);
   std::vector<int32_t> heads;
+  heads.reserve(count);
   for (int32_t i = 0; i < count; ++i) {
     heads.push_back(count == 1 ? 0
                                : static_cast<int32_t>(int64_t{i} * (num_heads - 1) / (count - 1)));
