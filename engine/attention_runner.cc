@@ -4,39 +4,13 @@
 #include <initializer_list>
 #include <string_view>
 
+#include "engine/carver.h"
 #include "engine/views.h"
 #include "kernels/validate.h"
 #include "metadata/error.h"
 
 namespace mla {
 namespace {
-
-constexpr size_t kAlignment = 256;
-
-/// Takes the parts of the workspace in the order of WorkspaceLayout.
-class Carver {
- public:
-  explicit Carver(std::span<std::byte> memory) : memory_(memory) {}
-
-  std::span<std::byte> take(size_t bytes) {
-    const std::span<std::byte> part =
-        memory_.first((bytes + kAlignment - 1) / kAlignment * kAlignment);
-    memory_ = memory_.subspan(part.size());
-    return part;
-  }
-  Rows take_rows(int64_t rows, int64_t columns, DType dtype) {
-    return {take(rows * columns * dtype_bytes(dtype)).data(), dtype, columns};
-  }
-  HeadRows take_heads(int64_t rows, int64_t heads, int64_t dim, DType dtype) {
-    return {take(rows * heads * dim * dtype_bytes(dtype)).data(), dtype, heads * dim, dim};
-  }
-  Lse take_lse(int64_t rows, int64_t heads) {
-    return {reinterpret_cast<float*>(take(rows * heads * sizeof(float)).data()), rows, 1};
-  }
-
- private:
-  std::span<std::byte> memory_;
-};
 
 /// What the ops' own checks leave open, by the names of LayerParams: the engine asks for it of
 /// every tensor, so that no backend has to refuse one half-way through a layer.
@@ -75,40 +49,6 @@ void check_cache_geometry(const LatentCache& cache, const EngineConfig& config) 
 
 }  // namespace
 
-struct AttentionRunner::Call {
-  const DevicePlan& step;
-  const LayerParams& layer;
-  OpContext context;
-
-  const StepPlan& plan() const { return *step.plan; }
-  bool in_class() const { return plan().shape_class().enabled(); }
-
-  template <typename T>
-  const T* block(BlockArray<T> array) const {
-    return block_pointer(step.block, array);
-  }
-  /// In a shape class a launch is sized by its capacity and finds the real length in the block.
-  Count count(int64_t actual, int64_t capacity, const int32_t* in_block) const {
-    return in_class() ? Count{capacity, in_block} : Count{actual, nullptr};
-  }
-  /// Rows of the layer's tensors.
-  int64_t rows() const {
-    return in_class() ? plan().shape_class().max_query_tokens : plan().num_query_tokens();
-  }
-  Count tokens() const {
-    const int32_t* const last = block(plan().query_start_loc()) + plan().shape_class().max_requests;
-    return count(plan().num_query_tokens(), rows(), last);
-  }
-  int32_t request_capacity() const { return plan().shape_class().max_requests; }
-
-  /// Whether the last merge finds a running partial. Schedule kFixed always makes one, since the
-  /// batch may not decide how a row's result is formed, down to the sign of a zero.
-  bool has_partial() const {
-    return in_class() || !plan().chunks().empty() || plan().new_token_pieces().size() > 1 ||
-           plan().config().schedule == Schedule::kFixed;
-  }
-};
-
 AttentionRunner::AttentionRunner(const EngineConfig& config, Backend& backend,
                                  std::span<std::byte> workspace)
     : config_(config), backend_(&backend) {
@@ -118,9 +58,9 @@ AttentionRunner::AttentionRunner(const EngineConfig& config, Backend& backend,
     throw_error(ErrorCode::kInvalidArgument, "the workspace has {} bytes, this config needs {}",
                 workspace.size(), layout.total);
   }
-  if (reinterpret_cast<uintptr_t>(workspace.data()) % kAlignment != 0) {
+  if (reinterpret_cast<uintptr_t>(workspace.data()) % kWorkspaceAlignment != 0) {
     throw_error(ErrorCode::kInvalidArgument, "the workspace is at {}, must be aligned to {} bytes",
-                static_cast<const void*>(workspace.data()), kAlignment);
+                static_cast<const void*>(workspace.data()), kWorkspaceAlignment);
   }
   const ModelDims& dims = config.dims;
   const int64_t heads = dims.num_heads;
@@ -151,17 +91,12 @@ AttentionRunner::AttentionRunner(const EngineConfig& config, Backend& backend,
 }
 
 void AttentionRunner::run_layer(const DevicePlan& step, const LayerParams& layer, Stream stream) {
-  const Call call{step, layer, {stream, workspace_.scratch}};
+  const Call call = make_call(step, layer, stream);
   validate_call(call);
   if (call.rows() == 0) return;
 
   write_cache(call);
-  if (call.has_partial()) {
-    backend_->clear_partial({.num_heads = config_.dims.num_heads,
-                             .num_tokens = call.tokens(),
-                             .lse = workspace_.partial_lse},
-                            call.context);
-  }
+  if (call.has_partial()) clear_partial(call, call.tokens());
   for (const Chunk& chunk : call.plan().chunk_slots()) attend_chunk(call, chunk);
   const std::span<const NewTokenPiece> pieces = call.plan().new_token_slots();
   for (size_t i = 0; i < pieces.size(); ++i) {
@@ -175,6 +110,17 @@ void AttentionRunner::run_layer(const DevicePlan& step, const LayerParams& layer
     attend_new_tokens(call, pieces[i], row_begin, row_end);
   }
   if (call.in_class()) clear_padding(call);
+}
+
+AttentionRunner::Call AttentionRunner::make_call(const DevicePlan& step, const LayerParams& layer,
+                                                 Stream stream) const {
+  Call call{.step = step,
+            .layer = layer,
+            .partial_out = workspace_.partial_out,
+            .partial_lse = workspace_.partial_lse,
+            .context = {stream, workspace_.scratch}};
+  if (step.plan != nullptr) call.q_rows = call.rows();
+  return call;
 }
 
 /// Everything that an op would refuse, before the first of them runs: the ops' own checks, on
@@ -221,7 +167,13 @@ void AttentionRunner::validate_call(const Call& call) const {
   attention.lse = layer.lse;
   validate(attention);
 
-  const bool reads_cache = !plan.chunk_slots().empty();
+  // A class's slots may all be used. Of other chunks some are seen by no new token, and of some
+  // this rank holds nothing.
+  const auto gathers = [&](const Chunk& chunk) {
+    if (call.in_class()) return true;
+    return (chunk.assembly.padded_rows > 0 ? chunk.stored_rows : chunk.items.size) > 0;
+  };
+  const bool reads_cache = std::ranges::any_of(plan.chunk_slots(), gathers);
   if (reads_cache && call.step.block_table == nullptr) {
     throw_error(ErrorCode::kInvalidArgument, "the step has {} context chunks but no block table",
                 plan.chunk_slots().size());
@@ -230,7 +182,9 @@ void AttentionRunner::validate_call(const Call& call) const {
     check_cache_geometry(layer.kv_cache, config_);
   }
   if (call.step.slot_mapping != nullptr) validate(write_params(call));
-  for (const Chunk& chunk : plan.chunk_slots()) validate(gather_params(call, chunk));
+  for (const Chunk& chunk : plan.chunk_slots()) {
+    if (gathers(chunk)) validate(gather_params(call, chunk));
+  }
 }
 
 WriteLatentCacheParams AttentionRunner::write_params(const Call& call) const {
@@ -286,7 +240,7 @@ PrefillAttentionParams AttentionRunner::attention_params(const Call& call, Const
   params.k_nope = heads_from(0);
   params.k_pe = k_pe;
   params.v = heads_from(dims.qk_nope_head_dim);
-  params.q_rows = call.rows();
+  params.q_rows = call.q_rows;
   params.k_rows = k_rows;
   return params;
 }
@@ -297,11 +251,19 @@ void AttentionRunner::write_cache(const Call& call) {
   }
 }
 
+void AttentionRunner::clear_partial(const Call& call, const Count& rows) {
+  backend_->clear_partial(
+      {.num_heads = config_.dims.num_heads, .num_tokens = rows, .lse = call.partial_lse},
+      call.context);
+}
+
 void AttentionRunner::attend_chunk(const Call& call, const Chunk& chunk) {
   if (!call.in_class() && chunk.items.size == 0) return;  // no new token sees it
   const bool discrete = config_.merge == MergeMode::kDiscrete;
   if (discrete) clear_unused_slot(call);
-  backend_->gather_latent(gather_params(call, chunk), call.context);
+  if (chunk.assembly.padded_rows == 0) {
+    backend_->gather_latent(gather_params(call, chunk), call.context);
+  }
   if (chunk.path == Path::kExpand) {
     attend_expanded(call, chunk);
   } else {
@@ -310,14 +272,22 @@ void AttentionRunner::attend_chunk(const Call& call, const Chunk& chunk) {
     for (const AbsorbPass& pass : passes) attend_absorbed(call, chunk, pass);
   }
   if (!discrete) return;
+  mask_chunk(call, chunk);
+  merge_chunk(call, chunk);
+}
 
-  // Rows of requests without keys in the chunk belong to no item: what the chunk's partial holds
-  // for them is not this chunk's.
-  if (call.in_class() || chunk.has_empty_context) {
+/// Rows of requests without keys in the chunk belong to no item: what the chunk's partial holds for
+/// them is not this chunk's.
+void AttentionRunner::mask_chunk(const Call& call, const Chunk& chunk) {
+  if (!call.in_class() && !chunk.has_empty_context) return;
+  const StepPlan& plan = call.plan();
+  for (int32_t block = 0; block < plan.num_row_blocks(); ++block) {
+    const int32_t* const row_starts =
+        call.block(plan.context_row_starts()) + int64_t{block} * (plan.num_requests() + 1);
     backend_->mask_empty_context(
         {.num_heads = config_.dims.num_heads,
          .head_dim = config_.dims.v_head_dim,
-         .query_start_loc = call.block(call.plan().query_start_loc()) + chunk.request_begin,
+         .query_start_loc = row_starts + chunk.request_begin,
          .context_start_loc = call.block(chunk.cu_seq_lens),
          .num_requests = call.count(chunk.request_end - chunk.request_begin,
                                     call.request_capacity(), &call.block(chunk.counts)->requests),
@@ -327,10 +297,19 @@ void AttentionRunner::attend_chunk(const Call& call, const Chunk& chunk) {
          .lse = workspace_.chunk_lse},
         call.context);
   }
+}
+
+void AttentionRunner::merge_chunk(const Call& call, const Chunk& chunk) {
   if (call.in_class()) {
-    merge_chunk(call, 0, call.tokens());
-  } else {
-    merge_chunk(call, chunk.token_begin, {chunk.token_end - chunk.token_begin});
+    merge_rows(call, 0, call.tokens());
+    return;
+  }
+  const StepPlan& plan = call.plan();
+  const int64_t entries = int64_t{plan.num_requests()} + 1;
+  for (int32_t block = 0; block < plan.num_row_blocks(); ++block) {
+    const auto row_starts = plan.host(plan.context_row_starts()).subspan(block * entries, entries);
+    const int32_t begin = row_starts[chunk.request_begin];
+    merge_rows(call, begin, {row_starts[chunk.request_end] - begin});
   }
 }
 
@@ -354,10 +333,10 @@ void AttentionRunner::attend_expanded(const Call& call, const Chunk& chunk) {
 void AttentionRunner::attend_into(PrefillAttentionParams& attention, const Call& call,
                                   MergeMode mode) {
   if (mode == MergeMode::kFused) {
-    attention.prefix_out = as_const(workspace_.partial_out);
-    attention.prefix_lse = as_const(workspace_.partial_lse);
-    attention.out = workspace_.partial_out;
-    attention.lse = workspace_.partial_lse;
+    attention.prefix_out = as_const(call.partial_out);
+    attention.prefix_lse = as_const(call.partial_lse);
+    attention.out = call.partial_out;
+    attention.lse = call.partial_lse;
   } else {
     attention.out = workspace_.chunk_out;
     attention.lse = workspace_.chunk_lse;
@@ -419,11 +398,11 @@ void AttentionRunner::attend_absorbed(const Call& call, const Chunk& chunk,
 /// Rows of the running partial from `row_begin` on; the suffix starts there too.
 void AttentionRunner::merge_into_partial(const Call& call, int64_t row_begin, const Count& rows,
                                          HeadRows suffix_out, Lse suffix_lse) {
-  merge(call, row_begin, rows, suffix_out, suffix_lse, from_row(workspace_.partial_out, row_begin),
-        from_row(workspace_.partial_lse, row_begin));
+  merge(call, row_begin, rows, suffix_out, suffix_lse, from_row(call.partial_out, row_begin),
+        from_row(call.partial_lse, row_begin));
 }
 
-void AttentionRunner::merge_chunk(const Call& call, int64_t row_begin, const Count& rows) {
+void AttentionRunner::merge_rows(const Call& call, int64_t row_begin, const Count& rows) {
   merge_into_partial(call, row_begin, rows, from_row(workspace_.chunk_out, row_begin),
                      from_row(workspace_.chunk_lse, row_begin));
 }
@@ -433,8 +412,8 @@ void AttentionRunner::merge(const Call& call, int64_t row_begin, const Count& ro
   backend_->merge_attn_states({.num_heads = config_.dims.num_heads,
                                .head_dim = config_.dims.v_head_dim,
                                .num_tokens = rows,
-                               .prefix_out = as_const(from_row(workspace_.partial_out, row_begin)),
-                               .prefix_lse = as_const(from_row(workspace_.partial_lse, row_begin)),
+                               .prefix_out = as_const(from_row(call.partial_out, row_begin)),
+                               .prefix_lse = as_const(from_row(call.partial_lse, row_begin)),
                                .suffix_out = as_const(suffix_out),
                                .suffix_lse = as_const(suffix_lse),
                                .output = out,
@@ -454,6 +433,7 @@ void AttentionRunner::clear_unused_slot(const Call& call) {
 
 void AttentionRunner::attend_new_tokens(const Call& call, const NewTokenPiece& piece,
                                         int64_t row_begin, int64_t row_end) {
+  if (!call.in_class() && piece.carried_items.size + piece.final_items.size == 0) return;
   const LayerParams& layer = call.layer;
   const bool discrete = config_.merge == MergeMode::kDiscrete;
   const ChunkCounts* const counts = call.block(piece.counts);
@@ -479,14 +459,16 @@ void AttentionRunner::attend_new_tokens(const Call& call, const NewTokenPiece& p
       call.count(piece.final_items.size, call.request_capacity(), &counts->final_items);
   if (discrete && call.has_partial()) {
     attend_into(attention, call, MergeMode::kDiscrete);
-    merge(call, row_begin, rows, from_row(workspace_.chunk_out, row_begin),
-          from_row(workspace_.chunk_lse, row_begin), from_row(layer.out, row_begin),
-          from_row(layer.lse, row_begin));
+    const int64_t out_begin = call.in_class() ? row_begin : piece.out_row_begin;
+    const Count out_rows = call.in_class() ? rows : Count{piece.out_row_end - piece.out_row_begin};
+    merge(call, out_begin, out_rows, from_row(workspace_.chunk_out, out_begin),
+          from_row(workspace_.chunk_lse, out_begin), from_row(layer.out, out_begin),
+          from_row(layer.lse, out_begin));
     return;
   }
   if (call.has_partial()) {
-    attention.prefix_out = as_const(workspace_.partial_out);
-    attention.prefix_lse = as_const(workspace_.partial_lse);
+    attention.prefix_out = as_const(call.partial_out);
+    attention.prefix_lse = as_const(call.partial_lse);
   } else {
     attention.prefix_out = {};
     attention.prefix_lse = {};
@@ -498,11 +480,11 @@ void AttentionRunner::attend_new_tokens(const Call& call, const NewTokenPiece& p
 
 void AttentionRunner::merge_carried(const Call& call, const NewTokenPiece& piece) {
   if (call.in_class()) {
-    merge_chunk(call, 0, call.tokens());
+    merge_rows(call, 0, call.tokens());
     return;
   }
   for (const AttentionItem& item : call.plan().host(piece.carried_items)) {
-    merge_chunk(call, item.out_row, {item.q_len});
+    merge_rows(call, item.out_row, {item.q_len});
   }
 }
 

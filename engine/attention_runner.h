@@ -48,7 +48,8 @@ class AttentionRunner {
   /// Throws kInvalidArgument before anything is launched or written.
   void run_layer(const DevicePlan& step, const LayerParams& layer, Stream stream);
 
- private:
+ protected:
+  // What a runner that exchanges between the stages of a layer builds on.
   struct Workspace {
     Rows latent;
     Rows expanded;
@@ -64,6 +65,7 @@ class AttentionRunner {
   };
   struct Call;  // one run_layer's step, layer and stream
 
+  Call make_call(const DevicePlan& step, const LayerParams& layer, Stream stream) const;
   void validate_call(const Call& call) const;
   WriteLatentCacheParams write_params(const Call& call) const;
   GatherLatentParams gather_params(const Call& call, const Chunk& chunk) const;
@@ -71,24 +73,69 @@ class AttentionRunner {
   PrefillAttentionParams attention_params(const Call& call, ConstRows k_pe, int64_t k_rows) const;
 
   void write_cache(const Call& call);
+  void clear_partial(const Call& call, const Count& rows);
+  /// An assembled chunk's rows are in the workspace already; others are gathered.
   void attend_chunk(const Call& call, const Chunk& chunk);
-  void attend_expanded(const Call& call, const Chunk& chunk);
-  void attend_absorbed(const Call& call, const Chunk& chunk, const AbsorbPass& pass);
-  void attend_into(PrefillAttentionParams& attention, const Call& call, MergeMode mode);
+  /// Key rows [row_begin, row_end) of the layer's kv_c and k_pe.
   void attend_new_tokens(const Call& call, const NewTokenPiece& piece, int64_t row_begin,
                          int64_t row_end);
-  void merge(const Call& call, int64_t row_begin, const Count& rows, HeadRows suffix_out,
-             Lse suffix_lse, HeadRows out, Lse lse);
-  void merge_into_partial(const Call& call, int64_t row_begin, const Count& rows,
-                          HeadRows suffix_out, Lse suffix_lse);
-  void merge_chunk(const Call& call, int64_t row_begin, const Count& rows);
-  void merge_carried(const Call& call, const NewTokenPiece& piece);
-  void clear_unused_slot(const Call& call);
-  void clear_padding(const Call& call);
 
   EngineConfig config_;
   Backend* backend_;
   Workspace workspace_;
+
+ private:
+  void attend_expanded(const Call& call, const Chunk& chunk);
+  void attend_absorbed(const Call& call, const Chunk& chunk, const AbsorbPass& pass);
+  void attend_into(PrefillAttentionParams& attention, const Call& call, MergeMode mode);
+  void mask_chunk(const Call& call, const Chunk& chunk);
+  void merge(const Call& call, int64_t row_begin, const Count& rows, HeadRows suffix_out,
+             Lse suffix_lse, HeadRows out, Lse lse);
+  void merge_into_partial(const Call& call, int64_t row_begin, const Count& rows,
+                          HeadRows suffix_out, Lse suffix_lse);
+  void merge_rows(const Call& call, int64_t row_begin, const Count& rows);
+  void merge_chunk(const Call& call, const Chunk& chunk);
+  void merge_carried(const Call& call, const NewTokenPiece& piece);
+  void clear_unused_slot(const Call& call);
+  void clear_padding(const Call& call);
+};
+
+/// The layer's tensors and the running partial as a stage sees them.
+struct AttentionRunner::Call {
+  const DevicePlan& step;
+  LayerParams layer;
+  HeadRows partial_out;
+  Lse partial_lse;
+  int64_t q_rows = 0;  // of layer.q
+  OpContext context;
+
+  const StepPlan& plan() const { return *step.plan; }
+  bool in_class() const { return plan().shape_class().enabled(); }
+
+  template <typename T>
+  const T* block(BlockArray<T> array) const {
+    return block_pointer(step.block, array);
+  }
+  /// In a shape class a launch is sized by its capacity and finds the real length in the block.
+  Count count(int64_t actual, int64_t capacity, const int32_t* in_block) const {
+    return in_class() ? Count{capacity, in_block} : Count{actual, nullptr};
+  }
+  /// New tokens: rows of the layer's kv_c and k_pe.
+  int64_t rows() const {
+    return in_class() ? plan().shape_class().max_query_tokens : plan().num_query_tokens();
+  }
+  Count tokens() const {
+    const int32_t* const last = block(plan().query_start_loc()) + plan().shape_class().max_requests;
+    return count(plan().num_query_tokens(), rows(), last);
+  }
+  int32_t request_capacity() const { return plan().shape_class().max_requests; }
+
+  /// Whether the last merge finds a running partial. Schedule kFixed always makes one, since the
+  /// batch may not decide how a row's result is formed, down to the sign of a zero.
+  bool has_partial() const {
+    return in_class() || !plan().chunks().empty() || plan().new_token_pieces().size() > 1 ||
+           plan().config().schedule == Schedule::kFixed;
+  }
 };
 
 }  // namespace mla

@@ -2,16 +2,11 @@
 
 #include <limits>
 
+#include "engine/carver.h"
 #include "metadata/error.h"
 
 namespace mla {
 namespace {
-
-constexpr size_t kPartAlignment = 256;
-
-size_t align_part(size_t bytes) {
-  return (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
-}
 
 /// Dims of a valid model make no product here that 64 bits can't hold.
 size_t part(int64_t rows, int64_t elements_per_row, DType dtype) {

@@ -21,26 +21,11 @@
 
 #include "engine/attention_runner.h"
 #include "engine/config.h"
+#include "engine/step_inputs.h"
 #include "kernels/backend.h"
-#include "metadata/batch.h"
 #include "metadata/plan.h"
 
 namespace mla {
-
-struct StepInputs {
-  Batch batch;
-  int32_t num_pages = 0;  // of the cache that every layer passes
-
-  /// Either a table in host memory, whose used ids are always checked and which travels with the
-  /// plan, or one in backend memory [R, *], whose ids are taken on trust.
-  HostBlockTable host_block_table;
-  const int32_t* device_block_table = nullptr;
-  int64_t device_block_table_stride = 0;
-  bool reject_duplicate_pages = false;  // within one request, host tables only
-
-  const int64_t* slot_mapping = nullptr;       // [T] backend memory; null: cache not written
-  std::span<const int64_t> host_slot_mapping;  // optional host copy, checked where given
-};
 
 class Engine {
  public:

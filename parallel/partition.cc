@@ -167,6 +167,13 @@ class RankPlanBuilder {
           "cache rows of {} bytes can't be gathered: they are no multiple of 16", kv_row_bytes_));
       return;
     }
+    if (config_.schedule == Schedule::kFixed) {
+      plan_.strategy = Strategy::kMergePartials;
+      plan_.reasons.push_back(
+          "merge_partials goes with the fixed schedule: the batch may not decide how a row is "
+          "formed");
+      return;
+    }
     const bool merge_wins = merge.seconds(parallel_.rates) < gather.seconds(parallel_.rates);
     plan_.strategy = merge_wins ? Strategy::kMergePartials : Strategy::kGatherKv;
     plan_.reasons.push_back(std::string(strategy_name(plan_.strategy)) + " has the lower estimate");
@@ -254,6 +261,11 @@ class RankPlanBuilder {
       cut_with(cut_config);
       return;
     }
+    if (cut_config.schedule == Schedule::kFixed) {
+      cut_with(cut_config);
+      assign_owners_by_position();
+      return;
+    }
     // Smaller chunks than ranks need are taken only where they balance better.
     constexpr double kBalanced = 1.05;
     double best_load = 0.0;
@@ -284,13 +296,8 @@ class RankPlanBuilder {
     const int64_t page = cut_config.page_size;
     const int64_t shares = world_ * parts;
     int64_t cap = ((total + shares - 1) / shares + page - 1) / page * page;
-    cap = std::clamp(cap, page, std::max<int64_t>(cut_config.workspace_tokens, page));
-    if (cut_config.schedule == Schedule::kFixed) {
-      cut_config.split_tokens = effective_split_tokens(config_);
-      cap = std::max<int64_t>(cap, cut_config.split_tokens);
-    }
-    cut_config.workspace_tokens =
-        static_cast<int32_t>(std::min<int64_t>(cap, config_.workspace_tokens));
+    cap = std::clamp(cap, page, int64_t{cut_config.workspace_tokens});
+    cut_config.workspace_tokens = static_cast<int32_t>(cap);
     cut_with(cut_config);
   }
 
@@ -322,6 +329,19 @@ class RankPlanBuilder {
       *least += seconds[i];
     }
     return plan_.load();
+  }
+
+  /// The fixed schedule's chunks hold one range of positions each; the owner follows from that, so
+  /// that a request's partials are merged alike in any batch.
+  void assign_owners_by_position() {
+    plan_.rank_seconds.assign(static_cast<size_t>(world_), 0.0);
+    plan_.chunk_owners.clear();
+    for (const ChunkCut& cut : plan_.cuts.chunks) {
+      const int32_t position = plan_.cuts.spans[cut.span_begin].begin;
+      const int32_t owner = position / effective_split_tokens(config_) % world_;
+      plan_.chunk_owners.push_back(owner);
+      plan_.rank_seconds[owner] += chunk_seconds(cut);
+    }
   }
 
   /// Rows that attend the context, where their results stand, and rows that are finished here.
