@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 packages=(
   g++ python3
   libbenchmark-dev libblis-serial-dev libcli11-dev libfmt-dev libgmock-dev libgtest-dev libhwy-dev
-  libopenblas-serial-dev libspdlog-dev nlohmann-json3-dev
+  libspdlog-dev nlohmann-json3-dev
 )
 # A Bazel of the user's own is left alone; it brings its own rules.
 if ! command -v bazel >/dev/null || dpkg-query -W bazel-bootstrap &>/dev/null; then
