@@ -8,8 +8,9 @@
 
 namespace mla::cuda {
 
-/// `params` have been through kernels/validate.h.
-void merge_attn_states(const MergeAttnStatesParams& params, cudaStream_t stream);
+/// One launch of at most 3 blocks a multiprocessor. `params` have been through kernels/validate.h.
+void merge_attn_states(const MergeAttnStatesParams& params, int multiprocessors,
+                       cudaStream_t stream);
 
 }  // namespace mla::cuda
 

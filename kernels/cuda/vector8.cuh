@@ -100,7 +100,8 @@ class Divider {
     if (!is_normal_) return x / divisor_;
     const float quotient = x * reciprocal_;
     const float corrected = fmaf(fmaf(-quotient, divisor_, x), reciprocal_, quotient);
-    return isfinite(quotient) ? corrected : quotient;
+    // Corrected, infinity would turn into NaN and -0 into 0.
+    return isfinite(quotient) && quotient != 0.0f ? corrected : quotient;
   }
 
  private:
