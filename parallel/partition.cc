@@ -1,77 +1,11 @@
 #include "parallel/partition.h"
 
 #include <algorithm>
-#include <array>
-#include <bit>
-#include <cstring>
 #include <numeric>
 
 #include "metadata/error.h"
 
 namespace mla {
-namespace {
-
-/// Cuts every request in 2N pieces. Request by request, since where the longer pieces go depends on
-/// the requests before.
-class ZigzagSplit {
- public:
-  explicit ZigzagSplit(int32_t world) : pieces_(2 * int64_t{world}) {}
-
-  void next_request(int32_t query_len) {
-    base_ = query_len / pieces_;
-    first_long_ = (first_long_ + num_long_) % pieces_;
-    num_long_ = query_len % pieces_;
-  }
-
-  /// The first token of a piece; of piece 2N: the request's length.
-  int32_t begin(int64_t piece) const {
-    const int64_t wrapped = std::max<int64_t>(first_long_ + num_long_ - pieces_, 0);
-    const int64_t long_before =
-        std::min(piece, wrapped) + std::clamp<int64_t>(piece - first_long_, 0, num_long_ - wrapped);
-    return static_cast<int32_t>(base_ * piece + long_before);
-  }
-
- private:
-  int64_t pieces_;
-  int64_t base_ = 0;
-  int64_t first_long_ = 0;  // the longer pieces go on from here, around
-  int64_t num_long_ = 0;
-};
-
-/// Appends the request's two pieces of a rank at row `row`; returns the row after them.
-int32_t append_pieces(const ZigzagSplit& split, int32_t request, int32_t world, int32_t rank,
-                      int32_t row, std::vector<QueryRows>& rows) {
-  for (const int32_t piece : {rank, 2 * world - 1 - rank}) {
-    const int32_t begin = split.begin(piece);
-    const int32_t length = split.begin(piece + 1) - begin;
-    if (length == 0) continue;
-    rows.push_back({request, begin, length, row, row});
-    row += length;
-  }
-  return row;
-}
-
-}  // namespace
-
-std::vector<QueryRows> split_queries(const Batch& batch, int32_t world, int32_t rank) {
-  validate_batch(batch);
-  validate_shard({world, rank, 1});
-  std::vector<QueryRows> rows;
-  ZigzagSplit split(world);
-  int32_t row = 0;
-  for (int32_t r = 0; r < batch.num_requests(); ++r) {
-    split.next_request(batch.query_len(r));
-    row = append_pieces(split, r, world, rank, row, rows);
-  }
-  return rows;
-}
-
-int32_t max_split_rows(int32_t num_query_tokens, int32_t world) {
-  const int64_t pieces = 2 * int64_t{world};
-  const int64_t rows = 2 * ((num_query_tokens + pieces - 1) / pieces);
-  return static_cast<int32_t>(std::min<int64_t>(rows, num_query_tokens));
-}
-
 /// Fills a RankPlan; the steps of build() are its methods, top to bottom.
 class RankPlanBuilder {
  public:
@@ -395,7 +329,7 @@ class RankPlanBuilder {
       for (int32_t rank = 0; rank < world_; ++rank) {
         pieces_.clear();
         const int32_t first = next[rank];
-        next[rank] = append_pieces(zigzag, r, world_, rank, first, pieces_);
+        next[rank] = zigzag.append_pieces(r, rank, first, pieces_);
         for (const QueryRows& piece : pieces_) {
           std::iota(plan_.new_token_sources.begin() + batch_.query_start_loc[r] + piece.position,
                     plan_.new_token_sources.begin() + batch_.query_start_loc[r] + piece.position +

@@ -19,6 +19,7 @@
 #include "metadata/plan.h"
 #include "parallel/communicator.h"
 #include "parallel/cost_model.h"
+#include "parallel/query_split.h"
 
 namespace mla {
 
@@ -56,14 +57,6 @@ struct ParallelConfig {
   int64_t small_exchange_bytes = 1 << 20;
 };
 void validate_parallel_config(const ParallelConfig& config);
-
-/// The new tokens of rank `rank` with split queries, in the order of the rows it is given. Each
-/// request is cut in 2N consecutive pieces; the rank has pieces `rank` and 2N - 1 - rank. Piece
-/// lengths differ by one at most, and the longer ones go around over the requests, so that no rank
-/// gets more than max_split_rows() in all. q_row and out_row are the rank's own rows.
-std::vector<QueryRows> split_queries(const Batch& batch, int32_t world, int32_t rank);
-/// 2 ceil(T / 2N)
-int32_t max_split_rows(int32_t num_query_tokens, int32_t world);
 
 /// A rank's plan of a step. Everything but the parts of `plan` that say so is the same on all
 /// ranks.
