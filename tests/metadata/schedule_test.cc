@@ -18,6 +18,11 @@ Spans plan_spans(const PlanConfig& config, const OwnedBatch& batch) {
   return spans_of(plans);
 }
 
+PlanConfig sharded(PlanConfig config, int32_t world, int32_t interleave) {
+  config.shard = {world, 0, interleave};
+  return config;
+}
+
 template <typename T>
 std::vector<T> to_vector(std::span<const T> values) {
   return {values.begin(), values.end()};
@@ -56,6 +61,23 @@ TEST(PackedSchedule, CutsWhereTheChunkIsFull) {
   EXPECT_EQ(plan_spans(config, one_token_each({37, 1000, 5})),
             (Spans{{{0, 0, 37}, {1, 0, 976}}, {{1, 976, 1000}, {2, 0, 5}}}));
   EXPECT_EQ(plan_spans(config, one_token_each({1})), (Spans{{{0, 0, 1}}}));
+}
+
+// check_plans() sees that every row of each is in one chunk.
+TEST(AllSchedules, CoverTheBatchesThatOtherEnginesTest) {
+  const std::vector<std::vector<int32_t>> batches = {{960, 16, 16, 16, 16, 16, 16, 16},
+                                                     {2048, 320},
+                                                     {1024, 1024, 1024},
+                                                     {37, 1000, 5},
+                                                     {1},
+                                                     {64, 0, 64, 0}};
+  for (const Schedule schedule : {Schedule::kPacked, Schedule::kUniform, Schedule::kFixed}) {
+    SCOPED_TRACE(schedule_name(schedule));
+    for (const std::vector<int32_t>& contexts : batches) {
+      plan_spans(make_config(1024, 16, schedule), one_token_each(contexts));
+    }
+    plan_spans(sharded(make_config(1024, 128, schedule), 2, 64), one_token_each({3000, 200, 200}));
+  }
 }
 
 TEST(PackedSchedule, ManySmallContextsNeedNoPageEach) {
@@ -160,11 +182,6 @@ TEST(EmptyBatch, IsAPlanWithoutWork) {
     EXPECT_TRUE(plan.new_token_pieces().empty());
     EXPECT_EQ(plan.num_query_tokens(), 0);
   }
-}
-
-PlanConfig sharded(PlanConfig config, int32_t world, int32_t interleave) {
-  config.shard = {world, 0, interleave};
-  return config;
 }
 
 TEST(ContextParallelSchedule, SevenEqualContextsOverEightRanks) {
