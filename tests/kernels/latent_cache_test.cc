@@ -160,6 +160,13 @@ TEST_F(LatentCacheTest, GathersOtherDims) {
   }
 }
 
+TEST_F(LatentCacheTest, GathersMoreSpansThanALaunchHasRowsOfBlocks) {
+  CacheShape shape = shape_of(KvCacheFormat::kBf16, 1);
+  shape.lora = 8;
+  shape.rope = 8;
+  check_gather(shape, std::vector<Span>(70'000, {0, 1}));
+}
+
 // NaN and zeros of either sign in the cache arrive as such.
 TEST_F(LatentCacheTest, GathersNaNAndZero) {
   CacheShape shape = shape_of(KvCacheFormat::kFp8E4M3, 16);

@@ -171,6 +171,15 @@ TEST_F(MaskTest, RandomLengthsAndStrides) {
   }
 }
 
+TEST_F(MaskTest, MoreRequestsThanALaunchHasRowsOfBlocks) {
+  MaskCase m{.query_lens = std::vector<int32_t>(70'000, 1),
+             .context_lens = std::vector<int32_t>(70'000, 1),
+             .heads = 1,
+             .dim = 8};
+  for (size_t r = 0; r < m.context_lens.size(); r += 3) m.context_lens[r] = 0;
+  EXPECT_EQ(check(m).size(), 23'334u);
+}
+
 TEST_F(MaskTest, OffsetsHave64Bits) {
   if (!on_cpu()) GTEST_SKIP() << "host memory";
   constexpr int64_t kRows = 4, kHeads = 2, kDim = 8;
