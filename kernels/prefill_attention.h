@@ -16,7 +16,8 @@ namespace mla {
 /// - With a prefix, the result is merged with it by merge_attn_states' algebra; `out` and `lse`
 ///   may be the prefix itself. A prefix row whose lse is -inf is not read, so it may hold NaN.
 /// - Rows that belong to no item are neither read nor written. K and V rows outside every item's
-///   key range, NaN included, reach no result.
+///   key range, NaN included, reach no result. Rows inside it that causal_offset hides from a query
+///   must be finite: tensor cores multiply them by 0.
 /// - The same items give the same bits in every run; a row's bits depend only on its own item.
 struct PrefillAttentionParams {
   int32_t num_heads = 0;         // H

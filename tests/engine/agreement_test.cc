@@ -26,7 +26,7 @@ TEST_F(AgreementTest, AnyWorkspaceServesAnyStepAlike) {
       unchunked_error(backend(), scenario, KvCacheFormat::kBf16, 1.0f, expected);
   for (const Schedule schedule : {Schedule::kPacked, Schedule::kUniform, Schedule::kFixed}) {
     for (const MergeMode merge : {MergeMode::kFused, MergeMode::kDiscrete}) {
-      for (const PathPolicy path : {PathPolicy::kExpand, PathPolicy::kAbsorb, PathPolicy::kAuto}) {
+      for (const PathPolicy path : path_policies(backend(), kSmall)) {
         for (const int32_t w : {8, 17, 64, 1000}) {
           EngineConfig config = config_for(scenario, w, 8);
           config.schedule = schedule;
@@ -100,7 +100,7 @@ TEST_F(AgreementTest, ALayerNeitherAllocatesNorCopiesNorWaits) {
   const Scenario scenario = make_scenario(kSmall, {{90, 20}, {0, 33}, {40, 1}}, 64, random());
   WatchedBackend watched(backend());
   for (const MergeMode merge : {MergeMode::kFused, MergeMode::kDiscrete}) {
-    for (const PathPolicy path : {PathPolicy::kExpand, PathPolicy::kAbsorb}) {
+    for (const PathPolicy path : path_policies(backend(), kSmall)) {
       EngineConfig config = config_for(scenario, 32, 16);
       config.merge = merge;
       config.path = path;

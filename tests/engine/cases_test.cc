@@ -17,7 +17,6 @@ namespace {
 
 constexpr Schedule kSchedules[] = {Schedule::kPacked, Schedule::kUniform, Schedule::kFixed};
 constexpr MergeMode kMerges[] = {MergeMode::kFused, MergeMode::kDiscrete};
-constexpr PathPolicy kPaths[] = {PathPolicy::kExpand, PathPolicy::kAbsorb, PathPolicy::kAuto};
 constexpr ModelDims kDeepSeek16{16, 128, 64, 128, 512};
 constexpr ModelDims kSmall{5, 24, 8, 40, 48};
 
@@ -28,7 +27,7 @@ class CasesTest : public BackendTest {
   void for_every_mode(EngineConfig config, const Test& test) {
     for (const Schedule schedule : kSchedules) {
       for (const MergeMode merge : kMerges) {
-        for (const PathPolicy path : kPaths) {
+        for (const PathPolicy path : path_policies(backend(), config.dims)) {
           config.schedule = schedule;
           config.merge = merge;
           config.path = path;
@@ -127,7 +126,7 @@ TEST_F(CasesTest, FixedScheduleIsIndependentOfTheBatch) {
   const Scenario shuffled = select_requests(all, order);
 
   for (const MergeMode merge : kMerges) {
-    for (const PathPolicy path : kPaths) {
+    for (const PathPolicy path : path_policies(backend(), kSmall)) {
       for (const int32_t w : {48, 100, 2048}) {
         EngineConfig config = config_for(all, w, 16);
         config.schedule = Schedule::kFixed;

@@ -16,7 +16,6 @@ namespace {
 
 constexpr Schedule kSchedules[] = {Schedule::kPacked, Schedule::kUniform, Schedule::kFixed};
 constexpr MergeMode kMerges[] = {MergeMode::kFused, MergeMode::kDiscrete};
-constexpr PathPolicy kPaths[] = {PathPolicy::kExpand, PathPolicy::kAbsorb, PathPolicy::kAuto};
 
 struct DimsCase {
   std::string name;
@@ -73,7 +72,7 @@ TEST_P(EndToEndTest, EverySchedulePathAndMergeAgreesWithTheOracle) {
 
   for (const Schedule schedule : kSchedules) {
     for (const MergeMode merge : kMerges) {
-      for (const PathPolicy path : kPaths) {
+      for (const PathPolicy path : path_policies(backend(), dims)) {
         EngineConfig config = config_for(scenario, random_int(page_size(), 160), page_size());
         config.kv_cache_format = format();
         config.schedule = schedule;

@@ -261,6 +261,11 @@ Scenario select_requests(const Scenario& scenario, const std::vector<int32_t>& i
   return selected;
 }
 
+std::vector<PathPolicy> path_policies(const Backend& backend, const ModelDims& dims) {
+  if (!backend.supports_path(dims, Path::kAbsorb)) return {PathPolicy::kExpand, PathPolicy::kAuto};
+  return {PathPolicy::kExpand, PathPolicy::kAbsorb, PathPolicy::kAuto};
+}
+
 int32_t pages_needed(const Scenario& scenario, int32_t page_size) {
   int32_t pages = 0;
   for (const Scenario::Request& r : scenario.requests) {

@@ -76,6 +76,9 @@ using ScenarioResult = std::vector<std::vector<LayerResult>>;  // [step][layer]
 ScenarioResult run_scenario(Backend& backend, EngineConfig config, const Scenario& scenario,
                             const RunOptions& options = {});
 
+/// The policies that the backend serves: all, or those that don't ask for absorbed attention.
+std::vector<PathPolicy> path_policies(const Backend& backend, const ModelDims& dims);
+
 /// The bytes that all of the scenario's tokens take, in pages.
 int32_t pages_needed(const Scenario& scenario, int32_t page_size);
 
