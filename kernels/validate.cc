@@ -1,5 +1,6 @@
 #include "kernels/validate.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
@@ -42,11 +43,9 @@ void check_pointer(const void* data, size_t alignment, std::string_view name) {
 }
 
 void check_dtype(DType dtype, std::initializer_list<DType> allowed, std::string_view name) {
+  if (std::ranges::find(allowed, dtype) != allowed.end()) return;
   std::string names;
-  for (const DType a : allowed) {
-    if (a == dtype) return;
-    names += (names.empty() ? "" : ", ") + std::string(dtype_name(a));
-  }
+  for (const DType a : allowed) names += (names.empty() ? "" : ", ") + std::string(dtype_name(a));
   throw_error(ErrorCode::kUnsupported, "{} is {}, must be one of: {}", name, dtype_name(dtype),
               names);
 }
