@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <filesystem>
 #include <functional>
+#include <iterator>
 #include <string>
 
 #include "engine/engine.h"
@@ -62,6 +64,21 @@ TEST_F(ConfigTest, AWorkspaceOneByteShortIsRefused) {
                  "a short workspace");
   expect_refused([&] { Engine(config(), backend(), workspace.span().subspan(16)); },
                  "a workspace off by 16 bytes");
+}
+
+TEST_F(ConfigTest, AnEngineStartsNoThread) {
+  if (!on_cpu()) GTEST_SKIP() << "a CUDA driver has threads of its own";
+  const auto count_threads = [] {
+    return std::ranges::distance(std::filesystem::directory_iterator("/proc/self/task"));
+  };
+  const auto before = count_threads();
+  const Tensors tensors(*this);
+  const DeviceBuffer workspace(backend(), workspace_bytes(config(), backend()));
+  Engine engine(config(), backend(), workspace.span());
+  const Step step(backend(), {5, 7}, {40, 16});
+  engine.begin_step(step.inputs);
+  engine.run_layer(tensors.params());
+  EXPECT_EQ(count_threads(), before);
 }
 
 TEST_F(ConfigTest, BadConfigsAreRefusedByName) {

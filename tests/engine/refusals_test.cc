@@ -110,6 +110,20 @@ TEST_F(RefusalsTest, StepsAndNoLayerUntilTheNextGoodOne) {
   EXPECT_TRUE(std::isfinite(tensors().out.download()[0]));
 }
 
+// The field's case: a span from 128 of length 65 over a table of two pages of 64.
+TEST_F(RefusalsTest, ATableOfTwoPagesUnderAContextOf193) {
+  EngineConfig c = config();
+  c.page_size = c.workspace_tokens = 64;
+  const DeviceBuffer workspace(backend(), workspace_bytes(c, backend()));
+  Engine other(c, backend(), workspace.span());
+  Step step(backend(), {5}, {128 + 65});
+  const std::vector<int32_t> table = {1, 2};
+  step.inputs.host_block_table = {table.data(), 1, 2, 2};
+  expect_untouched_refusal([&] { other.begin_step(step.inputs); },
+                           {"request 0", "193", "4 pages", "has 2"});
+  expect_untouched_refusal([&] { other.run_layer(tensors().params()); }, {"begin_step"});
+}
+
 TEST_F(RefusalsTest, Layers) {
   struct Bad {
     std::vector<std::string> words;
