@@ -23,7 +23,7 @@ expect() {
 
 # check SUITE TESTS MUTANT...
 check() {
-  local suite=tests/kernels/$1 tests=$2
+  local suite=tests/$1 tests=$2
   shift 2
   expect 0 "$suite without a mutant" "$suite" --gtest_filter="$tests"
   grep -qE '^\[  PASSED  \] [1-9]' "$log" || {
@@ -35,8 +35,12 @@ check() {
   done
 }
 
+# The first check is of the switch itself: a mutant's own merge is right but for its fault.
 unset MLA_TEST_BACKEND MLA_TEST_MUTANT
-check mask_test 'MaskTest.ExactlyRows33To163' mask_off
-check merge_test 'MergeTest.*' base2_lse offset32 multiply_weight0
-check attention_test 'AttentionTest.*' top_left_causal
+expect 0 "merge_test with no_fault" env MLA_TEST_MUTANT=no_fault tests/kernels/merge_test
+check kernels/mask_test 'MaskTest.ExactlyRows33To163' mask_off
+check kernels/merge_test 'MergeTest.*' base2_lse offset32 multiply_weight0
+check kernels/attention_test 'AttentionTest.*' top_left_causal
+check engine/agreement_test 'AgreementTest.AnyWorkspaceServesAnyStepAlike' \
+  mask_off base2_lse multiply_weight0
 exit $status

@@ -13,9 +13,10 @@
 namespace mla::test {
 namespace {
 
-enum class Mutant { kMaskOff, kBase2Lse, kOffset32, kMultiplyWeight0, kTopLeftCausal };
+enum class Mutant { kNoFault, kMaskOff, kBase2Lse, kOffset32, kMultiplyWeight0, kTopLeftCausal };
 
 std::optional<Mutant> find_mutant(std::string_view name) {
+  if (name == "no_fault") return Mutant::kNoFault;
   if (name == "mask_off") return Mutant::kMaskOff;
   if (name == "base2_lse") return Mutant::kBase2Lse;
   if (name == "offset32") return Mutant::kOffset32;
@@ -58,7 +59,7 @@ void store(const HeadRows& rows, int64_t offset, float value) {
   }
 }
 
-/// merge_attn_states by its contract, apart from one fault.
+/// merge_attn_states by its contract, apart from one fault or none.
 void merge_with_fault(const MergeAttnStatesParams& params, Mutant mutant) {
   validate(params);
   constexpr float kEmpty = -std::numeric_limits<float>::infinity();

@@ -11,6 +11,7 @@
 namespace mla::test {
 
 /// `backend` must work on host memory. Null for an unknown name. The mutants:
+///   no_fault          none: suites must notice the fault, not that a mutant has a merge of its own
 ///   mask_off          mask_empty_context does nothing
 ///   base2_lse         merge_attn_states takes its LSE for base-2 logarithms
 ///   offset32          merge_attn_states forms element offsets in 32 bits
