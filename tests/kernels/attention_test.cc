@@ -214,6 +214,15 @@ TEST_F(AttentionTest, OffsetsNearTheEndsOfInt32) {
   check(c);
 }
 
+TEST_F(AttentionTest, MoreItemsThanALaunchHasRowsOfBlocks) {
+  AttentionCase c{.heads = 1};
+  for (int32_t i = 0; i < 70'000; ++i) {
+    c.items.push_back({.q_begin = i, .q_len = 1, .k_begin = i % 100, .k_len = i % 4, .out_row = i});
+  }
+  fill(c);
+  check(c);
+}
+
 // Scores of hundreds: only the running maximum keeps exp finite, and one key often takes it all.
 TEST_F(AttentionTest, LargeScores) {
   AttentionCase c{.heads = 2, .softmax_scale = 8.0f};

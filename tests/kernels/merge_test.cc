@@ -199,6 +199,12 @@ TEST_F(MergeTest, TheActualCountLimitsTheRows) {
   }
 }
 
+TEST_F(MergeTest, MoreTokensThanALaunchHasRowsOfBlocks) {
+  MergeCase m{.tokens = 70'000, .heads = 1, .dim = 8};
+  fill(m);
+  expect_merged(merge(m), m);
+}
+
 TEST_F(MergeTest, TheOutputLseIsOptional) {
   const DeviceTensor prefix(backend(), DType::kFloat32, {.rows = 1, .dim = 8},
                             std::vector<float>(8, 1.0f));
