@@ -59,6 +59,25 @@ TEST_F(AgreementTest, OnePlanServesLayersWithWeightsAndCachesOfTheirOwn) {
   }
 }
 
+// Below the default, so that absorbed scores err less than the tolerance is for, not more.
+TEST_F(AgreementTest, TheSoftmaxScaleIsTheCallers) {
+  Scenario scenario = make_scenario(kSmall, {{90, 20}, {0, 33}, {17, 5}}, 40, random());
+  scenario.softmax_scale = 0.4f * default_softmax_scale(kSmall);
+  const ScenarioExpectation expected = expect_scenario(scenario, KvCacheFormat::kBf16, 1.0f);
+  const double unchunked =
+      unchunked_error(backend(), scenario, KvCacheFormat::kBf16, 1.0f, expected);
+  for (const MergeMode merge : {MergeMode::kFused, MergeMode::kDiscrete}) {
+    for (const PathPolicy path : path_policies(backend(), kSmall)) {
+      EngineConfig config = config_for(scenario, 32, 16);
+      config.merge = merge;
+      config.path = path;
+      EXPECT_TRUE(agrees(run_scenario(backend(), config, scenario), expected, kSmall,
+                         path == PathPolicy::kExpand ? tolerance_of(unchunked) : kAbsorbTolerance))
+          << describe(config);
+    }
+  }
+}
+
 TEST_F(AgreementTest, TheLseIsOptional) {
   const Scenario scenario = make_scenario(kSmall, {{90, 20}, {0, 33}}, 40, random());
   for (const MergeMode merge : {MergeMode::kFused, MergeMode::kDiscrete}) {

@@ -220,8 +220,12 @@ int64_t Scenario::num_tokens(size_t step) const {
 Scenario make_scenario(const ModelDims& dims, const std::vector<Prompt>& prompts,
                        int32_t max_num_batched_tokens, std::mt19937_64& random,
                        int32_t num_layers) {
-  Scenario scenario{
-      .dims = dims, .num_layers = num_layers, .kv_b_proj = {}, .requests = {}, .steps = {}};
+  Scenario scenario{.dims = dims,
+                    .softmax_scale = 0.0f,
+                    .num_layers = num_layers,
+                    .kv_b_proj = {},
+                    .requests = {},
+                    .steps = {}};
   for (int32_t layer = 0; layer < num_layers; ++layer) {
     scenario.kv_b_proj.push_back(
         random_bf16(size_t{1} * dims.num_heads * dims.kv_head_dim() * dims.kv_lora_rank,
@@ -247,6 +251,7 @@ Scenario make_scenario(const ModelDims& dims, const std::vector<Prompt>& prompts
 
 Scenario select_requests(const Scenario& scenario, const std::vector<int32_t>& indices) {
   Scenario selected{.dims = scenario.dims,
+                    .softmax_scale = scenario.softmax_scale,
                     .num_layers = scenario.num_layers,
                     .kv_b_proj = scenario.kv_b_proj,
                     .requests = {},
@@ -353,6 +358,9 @@ ScenarioExpectation expect_scenario(const Scenario& scenario, KvCacheFormat form
     std::iota(heads.begin(), heads.end(), 0);
   }
   const auto num_heads = static_cast<int64_t>(heads.size());
+  const double softmax_scale = scenario.softmax_scale == 0.0f
+                                   ? 1.0 / std::sqrt(static_cast<double>(p + rr))
+                                   : double{scenario.softmax_scale};
 
   ScenarioExpectation expected(scenario.steps.size());
   for (size_t s = 0; s < scenario.steps.size(); ++s) {
@@ -399,7 +407,7 @@ ScenarioExpectation expect_scenario(const Scenario& scenario, KvCacheFormat form
             std::iota(counts.begin(), counts.end(), c + 1);
             const oracle::HeadResult result =
                 oracle::attend_head(q, visible, splice(keys.cached_k_pe, keys.given_k_pe, c, n, rr),
-                                    counts, p, rr, v, 1.0 / std::sqrt(static_cast<double>(p + rr)));
+                                    counts, p, rr, v, softmax_scale);
             for (int64_t i = 0; i < n; ++i, ++row) {
               Expected& e = expected[s][layer];
               std::copy_n(result.out.begin() + i * v, v, e.out.begin() + (row * num_heads + h) * v);
@@ -451,6 +459,16 @@ LayerResult select_heads(const LayerResult& found, const Expected& expected,
         return ::testing::AssertionFailure()
                << "step " << s << " layer " << layer << ": relative error " << error << " of "
                << tolerance.relative << ", LSE error " << lse << " of " << tolerance.lse;
+      }
+      const int64_t v = dims.v_head_dim;
+      for (size_t row = 0; row < e.lse.size(); ++row) {
+        const double of_row = relative_error(std::span(selected.out).subspan(row * v, v),
+                                             std::span(e.out).subspan(row * v, v));
+        if (of_row <= 2 * tolerance.relative) continue;
+        return ::testing::AssertionFailure()
+               << "step " << s << " layer " << layer << " row " << row / e.heads.size() << " head "
+               << e.heads[row % e.heads.size()] << ": relative error " << of_row << " of "
+               << 2 * tolerance.relative;
       }
     }
   }
@@ -510,7 +528,8 @@ double unchunked_error(Backend& backend, const Scenario& scenario, KvCacheFormat
       attention.qk_nope_head_dim = dims.qk_nope_head_dim;
       attention.qk_rope_head_dim = dims.qk_rope_head_dim;
       attention.v_head_dim = dims.v_head_dim;
-      attention.softmax_scale = default_softmax_scale(dims);
+      attention.softmax_scale =
+          scenario.softmax_scale == 0.0f ? default_softmax_scale(dims) : scenario.softmax_scale;
       attention.q = params.q;
       attention.k_nope = expanded.const_heads();
       attention.k_pe = rows_tensor.const_rows(dims.kv_lora_rank);
@@ -553,6 +572,7 @@ double unchunked_error(Backend& backend, const Scenario& scenario, KvCacheFormat
 EngineConfig config_for(const Scenario& scenario, int32_t workspace_tokens, int32_t page_size) {
   EngineConfig config;
   config.dims = scenario.dims;
+  config.softmax_scale = scenario.softmax_scale;
   config.workspace_tokens = workspace_tokens;
   config.page_size = page_size;
   config.max_query_tokens = 1;

@@ -29,6 +29,7 @@ struct Scenario {
   };
 
   ModelDims dims;
+  float softmax_scale = 0.0f;  // 0: the default
   int32_t num_layers = 1;
   std::vector<std::vector<float>> kv_b_proj;  // per layer [H * (P + V), L]
   std::vector<Request> requests;
@@ -106,7 +107,8 @@ inline Tolerance tolerance_of(double unchunked) { return {2 * unchunked + 1e-3, 
 /// its terms, with random signs, and an LSE of few keys by as much as one score.
 inline constexpr Tolerance kAbsorbTolerance{5e-3, 4e-3};
 
-/// Compares the heads that are expected; every value of all heads must be finite.
+/// Compares the heads that are expected; every value of all heads must be finite. The output is
+/// judged as a whole and row by row, since a row over many keys is small beside one over few.
 ::testing::AssertionResult agrees(const ScenarioResult& found, const ScenarioExpectation& expected,
                                   const ModelDims& dims, const Tolerance& tolerance);
 
