@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "tests/engine/forwarding_backend.h"
+#include "kernels/forwarding_backend.h"
 #include "tests/engine/scenario.h"
 #include "tests/support/test_backend.h"
 

@@ -9,9 +9,9 @@
 #include <string>
 
 #include "engine/engine.h"
+#include "kernels/forwarding_backend.h"
 #include "metadata/error.h"
 #include "tests/engine/engine_harness.h"
-#include "tests/engine/forwarding_backend.h"
 
 namespace mla::test {
 namespace {

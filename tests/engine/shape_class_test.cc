@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/forwarding_backend.h"
 #include "tests/engine/engine_harness.h"
-#include "tests/engine/forwarding_backend.h"
 #include "tests/engine/scenario.h"
 #include "tests/support/compare.h"
 

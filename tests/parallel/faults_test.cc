@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "tests/engine/forwarding_backend.h"
+#include "kernels/forwarding_backend.h"
 #include "tests/engine/scenario.h"
 #include "tests/parallel/parallel_scenario.h"
 #include "tests/support/test_backend.h"

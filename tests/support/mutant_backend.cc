@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/convert.h"
+#include "kernels/forwarding_backend.h"
 #include "kernels/validate.h"
 
 namespace mla::test {
@@ -107,26 +108,26 @@ void merge_with_fault(const MergeAttnStatesParams& params, Mutant mutant) {
   }
 }
 
-class MutantBackend final : public Backend {
+class MutantBackend final : public ForwardingBackend {
  public:
   MutantBackend(std::unique_ptr<Backend> backend, Mutant mutant)
-      : backend_(std::move(backend)), mutant_(mutant) {}
+      : ForwardingBackend(std::move(backend)), mutant_(mutant) {}
 
   void mask_empty_context(const MaskEmptyContextParams& params, const OpContext& context) override {
-    if (mutant_ != Mutant::kMaskOff) return backend_->mask_empty_context(params, context);
+    if (mutant_ != Mutant::kMaskOff) return backend_.mask_empty_context(params, context);
     validate(params);
   }
 
   void merge_attn_states(const MergeAttnStatesParams& params, const OpContext& context) override {
     if (mutant_ == Mutant::kMaskOff || mutant_ == Mutant::kTopLeftCausal) {
-      backend_->merge_attn_states(params, context);
+      backend_.merge_attn_states(params, context);
     } else {
       merge_with_fault(params, mutant_);
     }
   }
 
   void prefill_attention(const PrefillAttentionParams& params, const OpContext& context) override {
-    if (mutant_ != Mutant::kTopLeftCausal) return backend_->prefill_attention(params, context);
+    if (mutant_ != Mutant::kTopLeftCausal) return backend_.prefill_attention(params, context);
     validate(params);
     std::vector<AttentionItem> items(params.items, params.items + count_of(params.num_items));
     for (AttentionItem& item : items) {
@@ -134,57 +135,10 @@ class MutantBackend final : public Backend {
     }
     PrefillAttentionParams mutated = params;
     mutated.items = items.data();
-    backend_->prefill_attention(mutated, context);
-  }
-
-  // The rest is passed on.
-  std::string_view name() const override { return backend_->name(); }
-  std::string device_description() const override { return backend_->device_description(); }
-  std::string attention_kernel(const ModelDims& dims, DType dtype, Path path) const override {
-    return backend_->attention_kernel(dims, dtype, path);
-  }
-  bool supports_path(const ModelDims& dims, Path path) const override {
-    return backend_->supports_path(dims, path);
-  }
-  void* allocate(size_t bytes) override { return backend_->allocate(bytes); }
-  void deallocate(void* data) noexcept override { backend_->deallocate(data); }
-  void copy_to_device(void* device, const void* host, size_t bytes, Stream stream) override {
-    backend_->copy_to_device(device, host, bytes, stream);
-  }
-  void copy_to_host(void* host, const void* device, size_t bytes, Stream stream) override {
-    backend_->copy_to_host(host, device, bytes, stream);
-  }
-  void fill_bytes(void* device, uint8_t value, size_t bytes, Stream stream) override {
-    backend_->fill_bytes(device, value, bytes, stream);
-  }
-  void synchronize(Stream stream) override { backend_->synchronize(stream); }
-  std::unique_ptr<BlockUploader> make_block_uploader(size_t capacity_bytes) override {
-    return backend_->make_block_uploader(capacity_bytes);
-  }
-  size_t scratch_bytes(const ScratchLimits& limits) const override {
-    return backend_->scratch_bytes(limits);
-  }
-  void write_latent_cache(const WriteLatentCacheParams& params, const OpContext& context) override {
-    backend_->write_latent_cache(params, context);
-  }
-  void gather_latent(const GatherLatentParams& params, const OpContext& context) override {
-    backend_->gather_latent(params, context);
-  }
-  void expand(const ExpandParams& params, const OpContext& context) override {
-    backend_->expand(params, context);
-  }
-  void absorb_query(const AbsorbQueryParams& params, const OpContext& context) override {
-    backend_->absorb_query(params, context);
-  }
-  void project_value(const ProjectValueParams& params, const OpContext& context) override {
-    backend_->project_value(params, context);
-  }
-  void clear_partial(const ClearPartialParams& params, const OpContext& context) override {
-    backend_->clear_partial(params, context);
+    backend_.prefill_attention(mutated, context);
   }
 
  private:
-  std::unique_ptr<Backend> backend_;
   Mutant mutant_;
 };
 

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "kernels/forwarding_backend.h"
 #include "tests/support/mutant_backend.h"
 #include "tests/tools/cli_harness.h"
-#include "tools/cli/forwarding_backend.h"
 
 namespace mla::test {
 namespace {
@@ -169,14 +169,14 @@ TEST(CliVerifyTest, RowsThatNobodyMaskedAreFound) {
 }
 
 /// Adds a little to one value of what an op wrote.
-class OneWrongValue final : public cli::ForwardingBackend {
+class OneWrongValue final : public ForwardingBackend {
  public:
   enum class Where { kOut, kLse, kExpansion };
   OneWrongValue(std::unique_ptr<Backend> backend, Where where)
       : ForwardingBackend(std::move(backend)), where_(where) {}
 
   void prefill_attention(const PrefillAttentionParams& params, const OpContext& context) override {
-    wrapped().prefill_attention(params, context);
+    backend_.prefill_attention(params, context);
     if (params.out.dtype == DType::kFloat32) return;  // not the layer's output
     // Row 14 is the only one of the last request.
     if (where_ == Where::kOut) {
@@ -187,7 +187,7 @@ class OneWrongValue final : public cli::ForwardingBackend {
     }
   }
   void expand(const ExpandParams& params, const OpContext& context) override {
-    wrapped().expand(params, context);
+    backend_.expand(params, context);
     if (where_ != Where::kExpansion) return;
     // Every other value is one bf16 step off.
     auto* const values = static_cast<uint16_t*>(params.expanded.data);
@@ -215,11 +215,11 @@ TEST(CliVerifyTest, OneWrongRequestAmongManyIsFound) {
 }
 
 /// Leaves the output as it was.
-class NoOutput final : public cli::ForwardingBackend {
+class NoOutput final : public ForwardingBackend {
  public:
   using ForwardingBackend::ForwardingBackend;
   void prefill_attention(const PrefillAttentionParams& params, const OpContext& context) override {
-    if (params.out.dtype == DType::kFloat32) wrapped().prefill_attention(params, context);
+    if (params.out.dtype == DType::kFloat32) backend_.prefill_attention(params, context);
   }
 };
 

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "tools/cli/forwarding_backend.h"
+#include "kernels/forwarding_backend.h"
 
 namespace mla::cli {
 
@@ -48,47 +48,47 @@ class TracingBackend final : public ForwardingBackend {
   void write_latent_cache(const WriteLatentCacheParams& params, const OpContext& context) override {
     begin_layer();
     Op op(*this, "write_latent_cache", context, {{"tokens", params.num_tokens.capacity}});
-    wrapped().write_latent_cache(params, context);
+    backend_.write_latent_cache(params, context);
   }
   void gather_latent(const GatherLatentParams& params, const OpContext& context) override {
     gathered_ = params.latent.data;
     begin_chunk(fmt::format("chunk {}", num_chunks_++), params.num_rows.capacity);
     Op op(*this, "gather_latent", context, {{"rows", params.num_rows.capacity}});
-    wrapped().gather_latent(params, context);
+    backend_.gather_latent(params, context);
   }
   void expand(const ExpandParams& params, const OpContext& context) override {
     if (params.latent.data != gathered_) {
       begin_chunk(fmt::format("new tokens {}", num_pieces_++), params.num_rows.capacity);
     }
     Op op(*this, "expand", context, {{"rows", params.num_rows.capacity}});
-    wrapped().expand(params, context);
+    backend_.expand(params, context);
   }
   void absorb_query(const AbsorbQueryParams& params, const OpContext& context) override {
     Op op(*this, "absorb_query", context, {{"tokens", params.num_rows.capacity}});
-    wrapped().absorb_query(params, context);
+    backend_.absorb_query(params, context);
   }
   void project_value(const ProjectValueParams& params, const OpContext& context) override {
     Op op(*this, "project_value", context, {{"tokens", params.num_rows.capacity}});
-    wrapped().project_value(params, context);
+    backend_.project_value(params, context);
   }
   void prefill_attention(const PrefillAttentionParams& params, const OpContext& context) override {
     Op op(*this, "prefill_attention", context,
           {{"items", params.num_items.capacity},
            {"max_q_len", params.max_q_len},
            {"max_k_len", params.max_k_len}});
-    wrapped().prefill_attention(params, context);
+    backend_.prefill_attention(params, context);
   }
   void mask_empty_context(const MaskEmptyContextParams& params, const OpContext& context) override {
     Op op(*this, "mask_empty_context", context, {{"requests", params.num_requests.capacity}});
-    wrapped().mask_empty_context(params, context);
+    backend_.mask_empty_context(params, context);
   }
   void merge_attn_states(const MergeAttnStatesParams& params, const OpContext& context) override {
     Op op(*this, "merge_attn_states", context, {{"tokens", params.num_tokens.capacity}});
-    wrapped().merge_attn_states(params, context);
+    backend_.merge_attn_states(params, context);
   }
   void clear_partial(const ClearPartialParams& params, const OpContext& context) override {
     Op op(*this, "clear_partial", context, {{"tokens", params.num_tokens.capacity}});
-    wrapped().clear_partial(params, context);
+    backend_.clear_partial(params, context);
   }
 
  private:
