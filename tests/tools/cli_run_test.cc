@@ -77,6 +77,38 @@ TEST(CliRunTest, ManyStepsOverManyLayers) {
   EXPECT_EQ(run["verify"]["checked_rows"], 3 * query_tokens);
 }
 
+TEST(CliRunTest, ThreadsAsRanksGiveRightResults) {
+  const std::string line =
+      "run --backend cpu --requests 4 --prompt-lens 0:30 --prefix-lens 0:90 "
+      "--max-num-batched-tokens 24 --workspace-tokens 48 --page-size 16 --layers 2 --verify "
+      "--json - --cp-interleave 16" +
+      kSmallModel;
+  int seed = 0;
+  for (const char* placement : {"sharded", "replicated"}) {
+    for (const char* queries : {"replicated", "split"}) {
+      for (const char* strategy : {"gather_kv", "merge_partials", "auto"}) {
+        for (const char* schedule : {"packed", "uniform", "fixed"}) {
+          expect_ok(line + " --cp " + std::to_string(2 + seed % 3) + " --cp-placement " +
+                    placement + " --cp-queries " + queries + " --cp-strategy " + strategy +
+                    " --schedule " + schedule + (seed % 2 == 0 ? " --merge discrete" : "") +
+                    " --seed " + std::to_string(seed));
+          ++seed;
+        }
+      }
+    }
+  }
+}
+
+TEST(CliRunTest, RanksReportTheWholeStep) {
+  const json alone = run_cli(kUneven + " --path expand").json();
+  const json ranks = run_cli(kUneven + " --cp 3").json();
+  for (const char* word : {"query_tokens", "context_tokens"}) {
+    EXPECT_EQ(ranks["totals"][word], alone["totals"][word]);
+    EXPECT_EQ(ranks["steps"][0][word], alone["steps"][0][word]);
+  }
+  EXPECT_EQ(ranks["verify"]["checked_rows"], alone["verify"]["checked_rows"]);
+}
+
 TEST(CliRunTest, SameSeedSameErrors) {
   EXPECT_EQ(run_cli(kUneven).json()["verify"], run_cli(kUneven).json()["verify"]);
   EXPECT_NE(run_cli(kUneven).json()["verify"], run_cli(kUneven + " --seed 1").json()["verify"]);
@@ -166,6 +198,9 @@ TEST(CliVerifyTest, RowsThatNobodyMaskedAreFound) {
   const std::string line = kUneven + " --merge discrete --path expand --schedule uniform";
   expect_ok(line);
   expect_verify_failed(run_cli(line, mutant("mask_off")));
+  const std::string ranks = line + " --cp 2 --cp-strategy merge_partials";
+  expect_ok(ranks);
+  expect_verify_failed(run_cli(ranks, mutant("mask_off")));
 }
 
 /// Adds a little to one value of what an op wrote.

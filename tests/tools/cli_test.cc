@@ -56,8 +56,11 @@ TEST(CliPlanTest, WordsOfTheJson) {
   EXPECT_EQ(last["has_empty_context"], true);
   EXPECT_EQ(last["path"], "expand");
   EXPECT_TRUE(last["owner"].is_null());
-  EXPECT_EQ(keys_of(p["cp"]), (std::vector<std::string>{"hash", "load", "reasons", "strategy"}));
-  EXPECT_EQ(p["cp"]["load"], (Ints{10752}));
+  EXPECT_EQ(keys_of(p["cp"]),
+            (std::vector<std::string>{"hash", "load", "rank_rows", "reasons", "strategy"}));
+  EXPECT_EQ(p["cp"]["rank_rows"], (Ints{10752}));
+  EXPECT_EQ(p["cp"]["load"], 1.0);
+  EXPECT_EQ(p["cp"]["strategy"], "none");
 }
 
 TEST(CliPlanTest, UniformScheduleLeavesRequestsWithoutKeys) {
@@ -70,7 +73,7 @@ TEST(CliPlanTest, UniformScheduleLeavesRequestsWithoutKeys) {
 
 TEST(CliPlanTest, LocalListsOfAShardedCache) {
   const json seven = plan("--query-lens " + repeat("33", "33", 6) + " --context-lens " +
-                          repeat("12345", "12345", 6) + " --cp 8 --path expand");
+                          repeat("12345", "12345", 6) + " --cp 8 --cp-strategy merge_partials");
   int64_t total = 0;
   for (const json& chunk : seven["chunks"]) {
     ASSERT_EQ(chunk["local_seq_lens"].size(), 8u);
@@ -78,12 +81,13 @@ TEST(CliPlanTest, LocalListsOfAShardedCache) {
     total += chunk["seq_tot"].get<int64_t>();
   }
   EXPECT_EQ(total, 7 * 12345);
-  EXPECT_EQ(seven["cp"]["load"],
+  EXPECT_LE(seven["cp"]["load"], 1.001);
+  EXPECT_EQ(seven["cp"]["rank_rows"],
             (Ints{7 * 1544, 7 * 1543, 7 * 1543, 7 * 1543, 7 * 1543, 7 * 1543, 7 * 1543, 7 * 1543}));
 
   const json two = plan(
       "--query-lens 33,33 --context-lens 1000,50 --cp 4 --cp-interleave 64 --page-size 64 "
-      "--path expand");
+      "--cp-strategy merge_partials");
   ASSERT_EQ(two["num_chunks"], 1);
   const json& chunk = two["chunks"][0];
   EXPECT_EQ(chunk["seq_lens"], (Ints{1000, 50}));
@@ -91,7 +95,77 @@ TEST(CliPlanTest, LocalListsOfAShardedCache) {
             json({Ints{256, 50}, Ints{256, 0}, Ints{256, 0}, Ints{232, 0}}));
   EXPECT_EQ(chunk["local_has_empty_context"], json({false, true, true, true}));
   EXPECT_EQ(chunk["has_empty_context"], false);
+  EXPECT_TRUE(chunk["owner"].is_null());
   EXPECT_EQ(two["cp"]["strategy"], "merge_partials");
+
+  // Where latent rows travel, a chunk is the whole context's and ranks send the same parts of it.
+  const json gathered = plan(
+      "--query-lens 33,33 --context-lens 1000,50 --cp 4 --cp-interleave 64 --page-size 64 "
+      "--cp-strategy gather_kv --cp-queries split");
+  ASSERT_EQ(gathered["num_chunks"], 1);
+  EXPECT_EQ(gathered["chunks"][0]["seq_lens"], (Ints{1000, 50}));
+  EXPECT_EQ(gathered["chunks"][0]["local_seq_lens"], chunk["local_seq_lens"]);
+  EXPECT_EQ(gathered["cp"]["strategy"], "gather_kv");
+  EXPECT_NE(gathered["cp"]["hash"], two["cp"]["hash"]);
+}
+
+TEST(CliPlanTest, OwnersOfAReplicatedCache) {
+  const std::string ways = "--cp 8 --cp-placement replicated --cp-strategy merge_partials ";
+  const json equal = plan(ways + "--query-lens " + repeat("512", "512", 7) + " --context-lens " +
+                          repeat("20000", "20000", 7));
+  EXPECT_LE(equal["cp"]["load"], 1.05);
+  std::vector<bool> owns(8, false);
+  for (const json& chunk : equal["chunks"]) {
+    const int owner = chunk["owner"];
+    owns[owner] = true;
+    for (int rank = 0; rank < 8; ++rank) {
+      const Ints none(chunk["seq_lens"].size(), 0);
+      EXPECT_EQ(chunk["local_seq_lens"][rank], rank == owner ? chunk["seq_lens"] : json(none));
+      if (rank == owner) continue;
+      EXPECT_EQ(chunk["local_has_empty_context"][rank], true);
+    }
+  }
+  EXPECT_EQ(owns, std::vector<bool>(8, true));
+  EXPECT_LE(plan(ways + "--query-lens 2048 --context-lens 131072")["cp"]["load"], 1.15);
+}
+
+TEST(CliPlanTest, SimulationOfMoreRanks) {
+  const std::string batch =
+      "--query-lens 2048 --context-lens 1000000 --cp 16 --cp-strategy merge_partials --simulate "
+      "--cp-link-gbps 1e9 --cp-nic-gbps 1e9 --cp-latency-us 1e-6 --model deepseek-v3 ";
+  const json steps = plan(batch)["simulation"];
+  ASSERT_EQ(steps.size(), 5u);
+  // With exchanges for nothing, ranks but for the new tokens share the work.
+  const double alone = steps[0]["step_ms"];
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const int ranks = 1 << i;
+    EXPECT_EQ(steps[i]["ranks"], ranks);
+    EXPECT_GT(steps[i]["speedup"], 0.9 * ranks);
+    EXPECT_LE(steps[i]["speedup"], 1.001 * ranks);
+    EXPECT_LT(steps[i]["load"], 1.05);
+  }
+  // 2 H (L (P + V) rows + (P + Rr + V) scores) FLOPs of the context and of the new tokens.
+  const double rows = 1000000.0 + 2048, scores = 2048 * 1000000.0 + 2048 * 2049 / 2.0;
+  const double flops = 2.0 * 128 * (512 * 256 * rows + 320 * scores);
+  EXPECT_NEAR(alone, flops / 600e12 * 1e3, 1e-3 * alone);
+  // Ranks of other nodes send over the NIC.
+  const std::string slow =
+      "--query-lens 2048 --context-lens 1000000 --cp 16 --cp-strategy "
+      "merge_partials --simulate --model deepseek-v3 ";
+  const json nodes = plan(slow)["simulation"];
+  const json one_node = plan(slow + "--cp-ranks-per-node 16")["simulation"];
+  EXPECT_EQ(nodes[3]["exchange_ms"], one_node[3]["exchange_ms"]);
+  EXPECT_GT(nodes[4]["exchange_ms"], 2 * one_node[4]["exchange_ms"].get<double>());
+  EXPECT_TRUE(plan("--query-lens 3 --cp 2")["simulation"].is_null());
+}
+
+TEST(CliPlanTest, AutoFollowsTheRatesAndSaysWhy) {
+  const std::string batch = "--query-lens 32768 --context-lens 4096 --cp 8 --cp-queries split ";
+  const json slow = plan(batch);
+  EXPECT_EQ(slow["cp"]["strategy"], "gather_kv");
+  EXPECT_EQ(slow["cp"]["reasons"].size(), 3u);
+  EXPECT_EQ(plan(batch + "--cp-link-gbps 1e9 --cp-latency-us 1e-6")["cp"]["strategy"],
+            "merge_partials");
 }
 
 TEST(CliPlanTest, PlansAStepOfMany) {
@@ -257,14 +331,15 @@ INSTANTIATE_TEST_SUITE_P(
                  "GiB of memory, the machine has"},
         BadInput{"plan --query-lens 1 --requests-typo 2", "--requests-typo"},
         BadInput{"plan --requests 2 --step 7", "--step is 7, the batch has"},
-        BadInput{"run --query-lens 1 --cp 2", "--cp 2 (context parallelism) is not available"},
+        BadInput{"bench --cp 2", "--cp 2 (context parallelism) beside plan and run is not"},
+        BadInput{"run --query-lens 1 --cp 2 --backend cuda", "--cp 2 with --backend cuda is not"},
+        BadInput{"run --query-lens 1 --cp 2 --path absorb", "--path absorb is not served"},
+        BadInput{"run --query-lens 1 --cp 65", "--cp is 65, the limit is 64"},
+        BadInput{"plan --query-lens 1 --cp 2 --cp-link-gbps 0", "--cp-link-gbps is 0"},
         BadInput{"run --query-lens 1 --cp 0", "--cp is 0; it must be from 1"},
         BadInput{"run --query-lens 1 --cp-spawn", "--cp-spawn is not available in this build"},
-        BadInput{"run --query-lens 1 --simulate", "--simulate is not available in this build"},
-        BadInput{"plan --query-lens 1 --cp 2 --cp-placement replicated",
-                 "--cp-placement replicated is not available"},
-        BadInput{"plan --query-lens 1 --cp 2 --cp-queries split", "--cp-queries split is not"},
-        BadInput{"plan --query-lens 1 --cp 2 --cp-strategy gather_kv", "gather_kv is not"},
+        BadInput{"run --query-lens 1 --simulate", "--simulate is for plan"},
+        BadInput{"plan --query-lens 1 --cp 2 --cp-ranks-per-node 0", "--cp-ranks-per-node is 0"},
         BadInput{"plan --query-lens 1 --cp 2 --cp-interleave 0", "0; it must be from 1"}));
 
 TEST(CliOutputTest, CudaByNameWithoutADeviceIsADeviceFailure) {

@@ -41,6 +41,12 @@ struct RawOptions {
   int64_t step = 0;
   int64_t cp = 1;
   int64_t cp_interleave = 1;
+  double cp_link_gbps = CostRates().link_bytes_per_second * 1e-9;
+  double cp_nic_gbps = ContextParallelOptions().nic_bytes_per_second * 1e-9;
+  int64_t cp_ranks_per_node = ContextParallelOptions().ranks_per_node;
+  double cp_latency_us = CostRates().collective_seconds * 1e6;
+  double cp_gemm_tflops = CostRates().gemm_flops * 1e-12;
+  double cp_attention_tflops = CostRates().attention_flops * 1e-12;
   ContextParallelOptions cp_words;
   bool verify = false;
   std::string json;
@@ -195,18 +201,23 @@ void check_context_parallel_options(const Options& options) {
     throw_error(ErrorCode::kUnsupported, "{} is not available in this build", what);
   };
   if (cp.spawn) refuse("--cp-spawn");
-  if (cp.simulate) refuse("--simulate");
+  if (cp.simulate && options.command != Command::kPlan) {
+    throw_error(ErrorCode::kUnsupported, "--simulate is for plan");
+  }
   if (cp.world == 1) return;
-  if (options.command != Command::kPlan) {
-    refuse(fmt::format("--cp {} (context parallelism)", cp.world));
+  if (options.command != Command::kPlan && options.command != Command::kRun) {
+    refuse(fmt::format("--cp {} (context parallelism) beside plan and run", cp.world));
   }
-  constexpr int32_t kMaxWorld = 1024;
-  if (cp.world > kMaxWorld) {
-    throw_error(ErrorCode::kInvalidArgument, "--cp is {}, the limit is {}", cp.world, kMaxWorld);
+  if (options.config.path == PathPolicy::kAbsorb) {
+    throw_error(ErrorCode::kUnsupported, "--path absorb is not served with --cp {}", cp.world);
   }
-  if (cp.placement != "sharded") refuse("--cp-placement " + cp.placement);
-  if (cp.queries != "replicated") refuse("--cp-queries " + cp.queries);
-  if (cp.strategy == "gather_kv") refuse("--cp-strategy gather_kv");
+  const int32_t most = options.command == Command::kPlan ? 1024 : 64;  // a thread each
+  if (cp.world > most) {
+    throw_error(ErrorCode::kInvalidArgument, "--cp is {}, the limit is {}", cp.world, most);
+  }
+  if (options.command == Command::kPlan) return;
+  if (options.backend == "cuda") refuse(fmt::format("--cp {} with --backend cuda", cp.world));
+  if (!options.trace_path.empty()) refuse(fmt::format("--trace with --cp {}", cp.world));
 }
 
 void check(const RawOptions& raw, Options& options) {
@@ -225,6 +236,20 @@ void check(const RawOptions& raw, Options& options) {
   options.cp = raw.cp_words;
   options.cp.world = to_int32(raw.cp, "--cp", 1);
   options.cp.interleave = to_int32(raw.cp_interleave, "--cp-interleave", 1);
+  const auto rate = [](double value, double unit, std::string_view option) {
+    if (!(std::isfinite(value * unit) && value > 0.0)) {
+      throw_error(ErrorCode::kInvalidArgument, "{} is {}; it must be finite and above 0", option,
+                  value);
+    }
+    return value * unit;
+  };
+  options.cp.rates = {
+      .link_bytes_per_second = rate(raw.cp_link_gbps, 1e9, "--cp-link-gbps"),
+      .collective_seconds = rate(raw.cp_latency_us, 1e-6, "--cp-latency-us"),
+      .gemm_flops = rate(raw.cp_gemm_tflops, 1e12, "--cp-gemm-tflops"),
+      .attention_flops = rate(raw.cp_attention_tflops, 1e12, "--cp-attention-tflops")};
+  options.cp.nic_bytes_per_second = rate(raw.cp_nic_gbps, 1e9, "--cp-nic-gbps");
+  options.cp.ranks_per_node = to_int32(raw.cp_ranks_per_node, "--cp-ranks-per-node", 1);
   options.verify = raw.verify;
   options.commit = raw.commit;
   options.bench_seconds = raw.bench_seconds;
@@ -303,8 +328,22 @@ void add_options(CLI::App& app, RawOptions& raw) {
       ->capture_default_str();
   app.add_option("--cp-interleave", raw.cp_interleave, "Tokens on a rank in a row [I]")
       ->capture_default_str();
+  app.add_option("--cp-link-gbps", raw.cp_link_gbps, "Cost model: GB/s that a rank receives")
+      ->capture_default_str();
+  app.add_option("--cp-nic-gbps", raw.cp_nic_gbps,
+                 "--simulate: GB/s that a rank receives from other nodes")
+      ->capture_default_str();
+  app.add_option("--cp-ranks-per-node", raw.cp_ranks_per_node, "--simulate: GPUs of a node")
+      ->capture_default_str();
+  app.add_option("--cp-latency-us", raw.cp_latency_us, "Cost model: of one collective")
+      ->capture_default_str();
+  app.add_option("--cp-gemm-tflops", raw.cp_gemm_tflops, "Cost model: of the expansion")
+      ->capture_default_str();
+  app.add_option("--cp-attention-tflops", raw.cp_attention_tflops, "Cost model: of attention")
+      ->capture_default_str();
   app.add_flag("--cp-spawn", raw.cp_words.spawn, "Start the ranks as processes");
-  app.add_flag("--simulate", raw.cp_words.simulate, "Run the ranks as threads");
+  app.add_flag("--simulate", raw.cp_words.simulate,
+               "Predict the time of a step from the cost model");
 
   app.option_defaults()->group("Output");
   app.add_flag("--verify", raw.verify, "Check the results against a float64 oracle");

@@ -9,6 +9,7 @@
 
 #include "engine/config.h"
 #include "metadata/error.h"
+#include "parallel/cost_model.h"
 
 namespace mla::cli {
 
@@ -26,6 +27,9 @@ struct ContextParallelOptions {
   std::string placement = "sharded";
   std::string queries = "replicated";
   std::string strategy = "auto";
+  CostRates rates;
+  double nic_bytes_per_second = 50e9;  // of a rank: a 400 Gbit/s NIC
+  int32_t ranks_per_node = 8;
   bool spawn = false;
   bool simulate = false;
 };

@@ -17,39 +17,73 @@ using nlohmann::ordered_json;
 
 namespace {
 
-/// Adds one rank's view of chunk `c`: the first makes it, all are summed up.
-void add_rank(const StepPlan& plan, size_t c, PlannedChunk& planned) {
-  const Chunk& chunk = plan.chunks()[c];
+PlannedChunk planned_chunk(const StepPlan& plan, const Chunk& chunk) {
   const auto starts = plan.host(chunk.starts);
   const auto seq_lens = plan.host(chunk.seq_lens);
-  if (planned.starts.empty()) {
-    planned.path = chunk.path;
-    planned.request_begin = chunk.request_begin;
-    planned.request_end = chunk.request_end;
-    planned.starts.assign(starts.size(), 0);
-    planned.seq_lens.assign(seq_lens.size(), 0);
-  }
-  for (size_t i = 0; i < starts.size(); ++i) {
-    planned.starts[i] += starts[i];
-    planned.seq_lens[i] += seq_lens[i];
-  }
-  if (plan.config().shard.world > 1) {
-    planned.local_seq_lens.emplace_back(seq_lens.begin(), seq_lens.end());
-    planned.local_has_empty_context.push_back(chunk.has_empty_context);
-  }
+  PlannedChunk planned;
+  planned.path = chunk.path;
+  planned.request_begin = chunk.request_begin;
+  planned.request_end = chunk.request_end;
+  planned.starts.assign(starts.begin(), starts.end());
+  planned.seq_lens.assign(seq_lens.begin(), seq_lens.end());
+  return planned;
 }
 
-void set_strategy(const ContextParallelOptions& cp, PlanReport& report) {
-  if (cp.world == 1) {
-    report.strategy = "none";
-    report.reasons = {"one rank"};
-    return;
+/// Rows that a rank has of each request of chunk `c`: of its shard, or of chunks that it owns.
+std::vector<int32_t> local_seq_lens(const RankPlan& rank, size_t c) {
+  const Chunk& chunk = rank.plan.chunks()[c];
+  const auto seq_lens = rank.plan.host(chunk.seq_lens);
+  std::vector<int32_t> lens(seq_lens.begin(), seq_lens.end());
+  if (!rank.chunk_owners.empty() && rank.chunk_owners[c] != rank.config.shard.rank) {
+    std::fill(lens.begin(), lens.end(), 0);
   }
-  report.strategy = "merge_partials";
-  report.reasons = {
-      cp.strategy == "auto"
-          ? "the one strategy that this build plans, for a sharded cache and replicated queries"
-          : "asked for by --cp-strategy"};
+  if (chunk.assembly.padded_rows > 0) {
+    const auto stored = rank.plan.host(chunk.stored_cu_seq_lens);
+    for (size_t i = 0; i < lens.size(); ++i) lens[i] = stored[i + 1] - stored[i];
+  }
+  return lens;
+}
+
+/// Where a shard is one of several parts of a chunk, the whole is the sum of its parts.
+void add_rank(const RankPlan& rank, size_t c, PlannedChunk& planned) {
+  const StepPlan& plan = rank.plan;
+  const Chunk& chunk = plan.chunks()[c];
+  const bool part = rank.config.placement == CachePlacement::kSharded &&
+                    rank.strategy == Strategy::kMergePartials;
+  if (planned.starts.empty()) {
+    planned = planned_chunk(plan, chunk);
+    if (!rank.chunk_owners.empty()) planned.owner = rank.chunk_owners[c];
+  } else if (part) {
+    for (size_t i = 0; i < planned.starts.size(); ++i) {
+      planned.starts[i] += plan.host(chunk.starts)[i];
+      planned.seq_lens[i] += plan.host(chunk.seq_lens)[i];
+    }
+  }
+  planned.local_seq_lens.push_back(local_seq_lens(rank, c));
+  const std::vector<int32_t>& lens = planned.local_seq_lens.back();
+  planned.local_has_empty_context.push_back(std::find(lens.begin(), lens.end(), 0) != lens.end());
+}
+
+/// Plans every rank.
+void plan_group(const Options& options, const PlanConfig& config, const Batch& batch,
+                PlanReport& report) {
+  RankPlan plan;
+  for (int32_t rank = 0; rank < options.cp.world; ++rank) {
+    build_rank_plan(parallel_config(options, rank), config, options.config.kv_cache_format, batch,
+                    nullptr, plan);
+    report.chunks.resize(plan.plan.chunks().size());
+    int64_t rows = 0;
+    for (size_t c = 0; c < report.chunks.size(); ++c) {
+      add_rank(plan, c, report.chunks[c]);
+      const std::vector<int32_t>& lens = report.chunks[c].local_seq_lens.back();
+      rows += std::accumulate(lens.begin(), lens.end(), int64_t{0});
+    }
+    report.rank_rows.push_back(rows);
+  }
+  report.strategy = strategy_name(plan.strategy);
+  report.reasons = plan.reasons;
+  report.load = plan.load();
+  report.hash = plan.hash;
 }
 
 }  // namespace
@@ -81,21 +115,22 @@ PlanReport make_plan_report(const Options& options, const Backend& backend) {
   for (const ScheduledRequest& request : step) report.query_lens.push_back(request.query_len);
   report.step = options.plan_step;
   report.num_steps = num_steps;
-  set_strategy(options.cp, report);
-
-  StepPlan plan;
-  for (int32_t rank = 0; rank < options.cp.world; ++rank) {
-    config.shard = {.world = options.cp.world, .rank = rank, .interleave = options.cp.interleave};
-    build_plan(plan_config(config, backend), batch.batch(), nullptr, plan);
-    report.chunks.resize(plan.chunks().size());
-    for (size_t c = 0; c < plan.chunks().size(); ++c) add_rank(plan, c, report.chunks[c]);
-    report.load.push_back(plan.num_context_tokens());
+  const PlanConfig planned = plan_config(config, backend);
+  if (options.cp.world > 1) {
+    plan_group(options, planned, batch.batch(), report);
+  } else {
+    StepPlan plan;
+    build_plan(planned, batch.batch(), nullptr, plan);
+    for (const Chunk& chunk : plan.chunks()) report.chunks.push_back(planned_chunk(plan, chunk));
+    report.rank_rows = {plan.num_context_tokens()};
+    report.reasons = {"one rank"};
+    report.hash = plan.hash();
   }
+  if (options.cp.simulate) report.simulation = simulate(options, planned, batch.batch());
   for (PlannedChunk& chunk : report.chunks) {
     chunk.has_empty_context =
         std::find(chunk.seq_lens.begin(), chunk.seq_lens.end(), 0) != chunk.seq_lens.end();
   }
-  report.hash = plan.hash();
   return report;
 }
 
@@ -120,7 +155,8 @@ ordered_json plan_json(const PlanReport& report) {
                        {"max_seq_len", chunk.max_seq_len()},
                        {"has_empty_context", chunk.has_empty_context},
                        {"path", path_name(chunk.path)},
-                       {"owner", nullptr}};  // every rank has a part of a sharded cache
+                       {"owner", nullptr}};  // every rank has a part in it
+    if (chunk.owner >= 0) entry["owner"] = chunk.owner;
     if (!chunk.local_seq_lens.empty()) {
       entry["local_seq_lens"] = chunk.local_seq_lens;
       entry["local_has_empty_context"] = chunk.local_has_empty_context;
@@ -130,7 +166,9 @@ ordered_json plan_json(const PlanReport& report) {
   json["cp"] = {{"strategy", report.strategy},
                 {"reasons", report.reasons},
                 {"load", report.load},
+                {"rank_rows", report.rank_rows},
                 {"hash", fmt::format("{:016x}", report.hash)}};
+  if (!report.simulation.empty()) json["simulation"] = simulation_json(report.simulation);
   return json;
 }
 
@@ -148,7 +186,7 @@ std::string chunk_table(const PlanReport& report) {
                                      {"of W"},
                                      {"longest"},
                                      {"requests without keys", Table::Align::kLeft}};
-  const bool sharded = report.load.size() > 1;
+  const bool sharded = report.rank_rows.size() > 1;
   if (sharded) columns.push_back({"rows by rank", Table::Align::kLeft});
   Table table(std::move(columns));
   for (size_t c = 0; c < report.chunks.size(); ++c) {
@@ -250,11 +288,14 @@ std::string plan_text(const PlanReport& report) {
       schedule_name(report.schedule), with_commas(report.workspace_tokens), report.page_size);
   if (!report.chunks.empty()) text += fmt::format("\n{}", chunk_table(report));
   if (!report.context_lens.empty()) text += fmt::format("\n{}", request_map(report));
-  if (report.load.size() > 1) {
-    text +=
-        fmt::format("\n{} ranks, {}: {}\ncontext rows by rank: {}\n", report.load.size(),
-                    report.strategy, fmt::join(report.reasons, "; "), fmt::join(report.load, ", "));
+  if (report.rank_rows.size() > 1) {
+    text += fmt::format(
+        "\n{} ranks, {}:\n  {}\nload: the busiest rank has {:.3f} times the mean\n"
+        "context rows by rank: {}\n",
+        report.rank_rows.size(), report.strategy, fmt::join(report.reasons, "\n  "), report.load,
+        fmt::join(report.rank_rows, ", "));
   }
+  if (!report.simulation.empty()) text += '\n' + simulation_text(report.simulation);
   return text + fmt::format("\nplan hash {:016x}\n", report.hash);
 }
 

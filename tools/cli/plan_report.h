@@ -10,11 +10,13 @@
 
 #include "kernels/backend.h"
 #include "metadata/plan.h"
+#include "parallel/partition.h"
 #include "tools/cli/options.h"
+#include "tools/cli/simulate.h"
 
 namespace mla::cli {
 
-/// One chunk over all ranks. Lengths and starts are global: sums over the ranks.
+/// One chunk over all ranks. Lengths and starts are global.
 struct PlannedChunk {
   Path path = Path::kExpand;
   int32_t request_begin = 0;
@@ -22,6 +24,7 @@ struct PlannedChunk {
   std::vector<int32_t> starts;    // [n]
   std::vector<int32_t> seq_lens;  // [n]
   bool has_empty_context = false;
+  int32_t owner = -1;  // the one rank that attends it; -1: every rank has a part in it
 
   // By rank, with more than one.
   std::vector<std::vector<int32_t>> local_seq_lens;  // [N][n]
@@ -41,10 +44,12 @@ struct PlanReport {
   int32_t step = 0;
   int32_t num_steps = 1;
 
-  std::string strategy;              // "none" with one rank
+  std::string strategy = "none";     // with one rank
   std::vector<std::string> reasons;  // for the strategy
-  std::vector<int64_t> load;         // context rows of each rank
+  double load = 1.0;                 // estimated context work: the busiest rank's over the mean
+  std::vector<int64_t> rank_rows;    // context rows of each rank
   uint64_t hash = 0;
+  std::vector<SimulatedStep> simulation;  // empty unless asked for
 };
 
 /// `backend` says which paths can be planned.

@@ -3,8 +3,13 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <exception>
 #include <nlohmann/json.hpp>
+#include <thread>
+#include <utility>
 
+#include "metadata/error.h"
+#include "parallel/in_process_communicator.h"
 #include "tools/cli/session.h"
 #include "tools/cli/table.h"
 #include "tools/cli/workload.h"
@@ -21,14 +26,15 @@ double ms_since(Clock::time_point start) {
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
 }
 
+/// `fetch`: another rank verifies, and needs this one's outputs.
 StepReport run_step(Session& session, const Step& step, int32_t num_layers, Verifier* verifier,
-                    Trace* trace, const std::function<void(int32_t)>& on_layer) {
+                    bool fetch, Trace* trace, const std::function<void(int32_t)>& on_layer) {
   StepReport report;
   const Clock::time_point start = Clock::now();
   session.begin_step(step);
   report.ms = ms_since(start);
   report.query_tokens = session.plan().num_query_tokens();
-  report.context_tokens = session.plan().num_context_tokens();
+  for (const ScheduledRequest& request : step) report.context_tokens += request.context_len;
   report.chunks = static_cast<int64_t>(session.plan().chunks().size());
   for (int32_t layer = 0; layer < num_layers; ++layer) {
     on_layer(layer);
@@ -42,6 +48,8 @@ StepReport run_step(Session& session, const Step& step, int32_t num_layers, Veri
     if (verifier != nullptr) {
       const TraceSpan span(trace, "verify", "verify");
       verifier->check_layer(session, layer);
+    } else if (fetch) {
+      session.fetch_layer();
     }
   }
   return report;
@@ -58,17 +66,30 @@ double attention_flops(const ModelDims& dims, const Step& step) {
   return 2.0 * dims.num_heads * (dims.qk_head_dim() + dims.v_head_dim) * scores;
 }
 
-RunReport run_workload(const Options& options, Device& device, Trace* trace, Progress& progress) {
-  const Workload workload = make_workload(options);
-  progress.show("making inputs and caches");
+namespace {
+
+/// Where a rank reports to; all empty for ranks other than the first.
+struct Listeners {
+  Trace* trace = nullptr;
+  Progress* progress = nullptr;
+  void show(const std::string& line) const {
+    if (progress != nullptr) progress->show(line);
+  }
+};
+
+RunReport run_rank(const Options& options, const Workload& workload, Device& device,
+                   const GroupMember* member, const Listeners& listeners) {
+  const bool first = member == nullptr || member->config.shard.rank == 0;
+  listeners.show("making inputs and caches");
   std::optional<Session> made;
   {
-    const TraceSpan span(trace, "fill caches", "setup");
-    made.emplace(options, workload, *device.backend, *device.executor, /*poison=*/options.verify);
+    const TraceSpan span(listeners.trace, "fill caches", "setup");
+    made.emplace(options, workload, *device.backend, *device.executor, /*poison=*/options.verify,
+                 member);
   }
   Session& session = *made;
   std::optional<Verifier> verifier;
-  if (options.verify) verifier.emplace(options.kv_cache_scale, *device.executor);
+  if (options.verify && first) verifier.emplace(options.kv_cache_scale, *device.executor);
 
   RunReport report;
   report.backend = device.backend->name();
@@ -77,13 +98,14 @@ RunReport run_workload(const Options& options, Device& device, Trace* trace, Pro
   report.model = options.model;
   for (size_t s = 0; s < workload.steps.size(); ++s) {
     const Step& step = workload.steps[s];
-    const TraceSpan span(trace, fmt::format("step {}", s), "step", {{"requests", step.size()}});
-    const StepReport step_report =
-        run_step(session, step, options.num_layers, verifier ? &*verifier : nullptr, trace,
-                 [&](int32_t layer) {
-                   progress.show(fmt::format("step {}/{}, layer {}/{}", s + 1,
-                                             workload.steps.size(), layer + 1, options.num_layers));
-                 });
+    const TraceSpan span(listeners.trace, fmt::format("step {}", s), "step",
+                         {{"requests", step.size()}});
+    const StepReport step_report = run_step(
+        session, step, options.num_layers, verifier ? &*verifier : nullptr, options.verify,
+        listeners.trace, [&](int32_t layer) {
+          listeners.show(fmt::format("step {}/{}, layer {}/{}", s + 1, workload.steps.size(),
+                                     layer + 1, options.num_layers));
+        });
     report.steps.push_back(step_report);
     report.query_tokens += step_report.query_tokens;
     report.context_tokens += step_report.context_tokens;
@@ -91,6 +113,62 @@ RunReport run_workload(const Options& options, Device& device, Trace* trace, Pro
     report.flops += options.num_layers * attention_flops(options.config.dims, step);
   }
   if (verifier) report.verify = verifier->report();
+  return report;
+}
+
+/// Of several ranks' errors, the one that the others' errors of communication come from.
+void rethrow_cause(const std::vector<std::exception_ptr>& errors) {
+  std::exception_ptr chosen;
+  for (const std::exception_ptr& error : errors) {
+    if (error == nullptr) continue;
+    if (chosen == nullptr) chosen = error;
+    try {
+      std::rethrow_exception(error);
+    } catch (const Error& e) {
+      if (e.code() != ErrorCode::kCommunication) throw;
+    }
+  }
+  if (chosen != nullptr) std::rethrow_exception(chosen);
+}
+
+/// Threads as ranks, which share the backend. The report is that of rank 0.
+RunReport run_group(const Options& options, const Workload& workload, Device& device,
+                    const Listeners& listeners) {
+  if (device.backend->name() != "cpu") {
+    throw_error(ErrorCode::kUnsupported,
+                "--cp {} is available with --backend cpu alone in this build", options.cp.world);
+  }
+  // A rank that fails is noticed at once; until then, others wait while rank 0 verifies.
+  constexpr std::chrono::hours kTimeLimit(24);
+  InProcessGroup group(options.cp.world, kTimeLimit);
+  std::vector<std::exception_ptr> errors(static_cast<size_t>(options.cp.world));
+  RunReport report;
+  const auto run = [&](int32_t rank) {
+    try {
+      const std::unique_ptr<Communicator> communicator = group.join(rank);
+      const GroupMember member{parallel_config(options, rank), *communicator};
+      RunReport own =
+          run_rank(options, workload, device, &member, rank == 0 ? listeners : Listeners());
+      if (rank == 0) report = std::move(own);
+    } catch (...) {
+      errors[rank] = std::current_exception();
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int32_t rank = 1; rank < options.cp.world; ++rank) threads.emplace_back(run, rank);
+  run(0);
+  for (std::thread& thread : threads) thread.join();
+  rethrow_cause(errors);
+  return report;
+}
+
+}  // namespace
+
+RunReport run_workload(const Options& options, Device& device, Trace* trace, Progress& progress) {
+  const Workload workload = make_workload(options);
+  const Listeners listeners{trace, &progress};
+  RunReport report = options.cp.world == 1 ? run_rank(options, workload, device, nullptr, listeners)
+                                           : run_group(options, workload, device, listeners);
   progress.clear();
   return report;
 }

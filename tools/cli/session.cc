@@ -19,8 +19,14 @@ ScratchLimits op_limits(const ModelDims& dims) {
   return {.dims = dims, .max_query_tokens = kFillRows, .max_rows = kFillRows, .max_requests = 1};
 }
 
+size_t session_workspace_bytes(const EngineConfig& config, const Backend& backend,
+                               const GroupMember* member) {
+  return member == nullptr ? workspace_bytes(config, backend)
+                           : parallel_layout(config, member->config, backend).total;
+}
+
 double needed_bytes(const Options& options, const Workload& workload, const EngineConfig& config,
-                    const Backend& backend) {
+                    const Backend& backend, const GroupMember* member) {
   const ModelDims& dims = config.dims;
   const double heads = dims.num_heads;
   const double tokens = config.max_query_tokens;
@@ -29,14 +35,16 @@ double needed_bytes(const Options& options, const Workload& workload, const Engi
   const double weights = heads * dims.kv_head_dim() * dims.kv_lora_rank * 2;
   const double io =
       tokens * (heads * (dims.qk_head_dim() * 2 + dims.v_head_dim * 2 + 4) + dims.latent_dim() * 2);
-  return static_cast<double>(workspace_bytes(config, backend)) +
-         options.num_layers * (cache + weights) + 2 * io;  // inputs stand on host and device
+  const double rank = static_cast<double>(session_workspace_bytes(config, backend, member)) +
+                      options.num_layers * (cache + weights) +
+                      2 * io;  // inputs stand on host and device
+  return rank * options.cp.world;
 }
 
 EngineConfig checked_config(const Options& options, const Workload& workload,
-                            const Backend& backend) {
+                            const Backend& backend, const GroupMember* member) {
   EngineConfig config = engine_config(options, workload);
-  check_memory(backend, needed_bytes(options, workload, config, backend));
+  check_memory(backend, needed_bytes(options, workload, config, backend, member));
   return config;
 }
 
@@ -49,16 +57,27 @@ EngineConfig engine_config(const Options& options, const Workload& workload) {
   return config;
 }
 
+ParallelConfig parallel_config(const Options& options, int32_t rank) {
+  ParallelConfig config;
+  config.shard = {.world = options.cp.world, .rank = rank, .interleave = options.cp.interleave};
+  config.placement = find_cache_placement(options.cp.placement);
+  config.queries = find_query_placement(options.cp.queries);
+  config.strategy = find_strategy_policy(options.cp.strategy);
+  config.rates = options.cp.rates;
+  return config;
+}
+
 Session::Session(const Options& options, const Workload& workload, Backend& backend,
-                 Executor& executor, bool poison)
+                 Executor& executor, bool poison, const GroupMember* member)
     : backend_(backend),
       executor_(executor),
-      config_(checked_config(options, workload, backend)),
+      member_(member),
+      config_(checked_config(options, workload, backend, member)),
       num_layers_(options.num_layers),
       num_pages_(static_cast<int32_t>(std::max<int64_t>(workload.num_pages(config_.page_size), 1))),
       values_(options.seed, config_.dims),
       pages_(num_pages_, config_.page_size),
-      workspace_(backend, workspace_bytes(config_, backend)),
+      workspace_(backend, session_workspace_bytes(config_, backend, member)),
       op_scratch_(backend, backend.scratch_bytes(op_limits(config_.dims))),
       weights_(backend, layer_weight_bytes() * num_layers_),
       q_(backend, bytes_of(config_.max_query_tokens,
@@ -74,8 +93,12 @@ Session::Session(const Options& options, const Workload& workload, Backend& back
                   bytes_of(kMaxExpandRows,
                            int64_t{config_.dims.num_heads} * config_.dims.kv_head_dim(), 2)),
       cache_(backend, config_.dims, config_.kv_cache_format, options.kv_cache_scale, num_pages_,
-             config_.page_size, num_layers_),
-      engine_(config_, backend, workspace_.span()) {
+             config_.page_size, num_layers_) {
+  if (member == nullptr) {
+    engine_.emplace(config_, backend, workspace_.span());
+  } else {
+    parallel_.emplace(config_, member->config, backend, member->communicator, workspace_.span());
+  }
   // All bits set is NaN in every format that these buffers hold.
   if (poison) backend_.fill_bytes(workspace_.data(), 0xff, workspace_.bytes(), stream_);
   load_weights();
@@ -105,6 +128,16 @@ void Session::load_weights() {
   }
 }
 
+/// Negative for a token that another rank stores.
+int64_t Session::slot_of(int32_t id, int32_t position) const {
+  if (member_ == nullptr || member_->config.placement == CachePlacement::kReplicated) {
+    return pages_.slot(id, position);
+  }
+  const ContextShard& shard = member_->config.shard;
+  if (owner_rank(position, shard) != shard.rank) return -1;
+  return pages_.slot(id, local_position(position, shard));
+}
+
 void Session::fill_prefixes(const Workload& workload) {
   const int64_t columns = config_.dims.latent_dim();
   std::vector<uint16_t> rows;
@@ -116,7 +149,7 @@ void Session::fill_prefixes(const Workload& workload) {
       const int64_t count = std::min(kFillRows, request.prefix_len - begin);
       slots.resize(count);
       for (int64_t i = 0; i < count; ++i) {
-        slots[i] = pages_.slot(id, static_cast<int32_t>(begin + i));
+        slots[i] = slot_of(id, static_cast<int32_t>(begin + i));
       }
       backend_.copy_to_device(slots_.data(), slots.data(), count * sizeof(int64_t), stream_);
       rows.resize(count * columns);
@@ -162,7 +195,7 @@ void Session::begin_step(const Step& step) {
   for (const ScheduledRequest& request : step) {
     ids.push_back(request.id);
     for (int32_t i = 0; i < request.query_len; ++i) {
-      host_slots_.push_back(pages_.slot(request.id, request.context_len + i));
+      host_slots_.push_back(slot_of(request.id, request.context_len + i));
     }
   }
   backend_.copy_to_device(slots_.data(), host_slots_.data(), host_slots_.size() * sizeof(int64_t),
@@ -174,7 +207,38 @@ void Session::begin_step(const Step& step) {
   inputs.reject_duplicate_pages = true;
   inputs.slot_mapping = static_cast<const int64_t*>(slots_.data());
   inputs.host_slot_mapping = host_slots_;
-  engine_.begin_step(inputs, stream_);
+  if (member_ == nullptr) {
+    engine_->begin_step(inputs, stream_);
+    return;
+  }
+  parallel_->begin_step(inputs, stream_);
+  split_rows_.clear();
+  if (member_->config.queries == QueryPlacement::kSplit) set_split_rows(inputs.batch);
+}
+
+void Session::set_split_rows(const Batch& batch) {
+  for (int32_t rank = 0; rank < member_->config.shard.world; ++rank) {
+    std::vector<int32_t>& rows = split_rows_.emplace_back();
+    for (const QueryRows& part : split_queries(batch, member_->config.shard.world, rank)) {
+      for (int32_t i = 0; i < part.length; ++i) {
+        rows.push_back(batch.query_start_loc[part.request] + part.position + i);
+      }
+    }
+  }
+}
+
+/// Rows of the step, or this rank's of them.
+void Session::copy_rows_to_device(const DeviceBuffer& buffer, const std::vector<uint16_t>& rows,
+                                  int64_t columns) {
+  std::vector<uint16_t> own;
+  if (!split_rows_.empty()) {
+    for (const int64_t row : split_rows_[member_->config.shard.rank]) {
+      own.insert(own.end(), rows.begin() + row * columns, rows.begin() + (row + 1) * columns);
+    }
+  }
+  const std::vector<uint16_t>& copied = split_rows_.empty() ? rows : own;
+  backend_.copy_to_device(buffer.data(), copied.data(), copied.size() * 2, stream_);
+  backend_.synchronize(stream_);
 }
 
 void Session::load_layer(int32_t layer) {
@@ -195,18 +259,24 @@ void Session::load_layer(int32_t layer) {
     });
     row += request.query_len;
   }
-  backend_.copy_to_device(q_.data(), host_.q.data(), host_.q.size() * 2, stream_);
-  backend_.copy_to_device(latent_.data(), host_.latent.data(), host_.latent.size() * 2, stream_);
+  copy_rows_to_device(q_, host_.q, q_columns);
+  copy_rows_to_device(latent_, host_.latent, latent_columns);
   backend_.fill_bytes(out_.data(), 0xff, out_.bytes(), stream_);
   backend_.fill_bytes(lse_.data(), 0xff, lse_.bytes(), stream_);
   backend_.synchronize(stream_);
 }
 
-void Session::enqueue_layer(int32_t layer) { engine_.run_layer(layer_params(layer), stream_); }
+void Session::enqueue_layer(int32_t layer) {
+  if (member_ == nullptr) {
+    engine_->run_layer(layer_params(layer), stream_);
+  } else {
+    parallel_->run_layer(layer_params(layer), stream_);
+  }
+}
 
 void Session::run_layer(int32_t layer) {
   enqueue_layer(layer);
-  synchronize();
+  member_ == nullptr ? synchronize() : parallel_->wait(stream_);
 }
 
 const HostLayer& Session::fetch_layer() {
@@ -222,7 +292,32 @@ const HostLayer& Session::fetch_layer() {
   for (int64_t h = 0; h < heads; ++h) {
     std::copy_n(lse.begin() + h * lse_stride, tokens, host_.lse.begin() + h * tokens);
   }
+  if (!split_rows_.empty()) exchange_outputs();
   return host_;
+}
+
+/// From this rank's rows, which stand first, to those of all ranks in their places.
+void Session::exchange_outputs() {
+  const auto tokens = static_cast<size_t>(plan().num_query_tokens());
+  const auto heads = static_cast<size_t>(config_.dims.num_heads);
+  const size_t columns = heads * static_cast<size_t>(config_.dims.v_head_dim);
+  std::vector<uint16_t> outs(host_.out.size() * split_rows_.size());
+  std::vector<float> lses(host_.lse.size() * split_rows_.size());
+  Communicator& communicator = member_->communicator;
+  communicator.exchange_host(std::as_bytes(std::span(host_.out)),
+                             std::as_writable_bytes(std::span(outs)));
+  communicator.exchange_host(std::as_bytes(std::span(host_.lse)),
+                             std::as_writable_bytes(std::span(lses)));
+  for (size_t rank = 0; rank < split_rows_.size(); ++rank) {
+    for (size_t i = 0; i < split_rows_[rank].size(); ++i) {
+      const auto row = static_cast<size_t>(split_rows_[rank][i]);
+      std::copy_n(outs.begin() + (rank * tokens + i) * columns, columns,
+                  host_.out.begin() + row * columns);
+      for (size_t h = 0; h < heads; ++h) {
+        host_.lse[h * tokens + row] = lses[(rank * heads + h) * tokens + i];
+      }
+    }
+  }
 }
 
 std::vector<uint16_t> Session::expand_rows(int32_t layer, std::span<const uint16_t> latent) {

@@ -4,11 +4,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "engine/engine.h"
 #include "engine/paged_cache.h"
+#include "engine/parallel_engine.h"
 #include "kernels/backend.h"
 #include "kernels/executor.h"
 #include "tools/cli/options.h"
@@ -18,6 +20,15 @@ namespace mla::cli {
 
 /// The config of the options, with limits that the workload needs.
 EngineConfig engine_config(const Options& options, const Workload& workload);
+
+/// The group's config as the options have it, for one rank.
+ParallelConfig parallel_config(const Options& options, int32_t rank);
+
+/// A rank of a context-parallel group.
+struct GroupMember {
+  ParallelConfig config;
+  Communicator& communicator;
+};
 
 /// One layer's inputs and outputs of a step, in host memory.
 struct HostLayer {
@@ -32,7 +43,7 @@ class Session {
   /// Allocates everything and fills the caches with the prefixes; `poison` fills the workspace
   /// with NaN. Throws kInvalidArgument where the machine has too little memory.
   Session(const Options& options, const Workload& workload, Backend& backend, Executor& executor,
-          bool poison);
+          bool poison, const GroupMember* member = nullptr);
 
   void begin_step(const Step& step);
   /// Makes the inputs of a layer and puts NaN into its outputs.
@@ -42,7 +53,8 @@ class Session {
   /// Enqueues the layer only.
   void enqueue_layer(int32_t layer);
   void synchronize() { backend_.synchronize(stream_); }
-  /// Copies the outputs; the inputs are there since load_layer.
+  /// Copies the outputs; the inputs are there since load_layer. With split queries, those of all
+  /// ranks, which all have to call it.
   const HostLayer& fetch_layer();
 
   /// Rows of the layer's expansion by the backend: [rows, H * (P + V)] bf16, of the first
@@ -52,7 +64,7 @@ class Session {
 
   const SyntheticValues& values() const { return values_; }
   const EngineConfig& config() const { return config_; }
-  const StepPlan& plan() const { return engine_.plan(); }
+  const StepPlan& plan() const { return parallel_ ? parallel_->plan().plan : engine_->plan(); }
   const Step& step() const { return step_; }
   LayerParams layer_params(int32_t layer) const;
   LatentCache cache(int32_t layer) const { return cache_.layer(layer); }
@@ -63,9 +75,15 @@ class Session {
   void fill_prefixes(const Workload& workload);
   void load_weights();
   size_t layer_weight_bytes() const;
+  int64_t slot_of(int32_t id, int32_t position) const;
+  void set_split_rows(const Batch& batch);
+  void copy_rows_to_device(const DeviceBuffer& buffer, const std::vector<uint16_t>& rows,
+                           int64_t columns);
+  void exchange_outputs();
 
   Backend& backend_;
   Executor& executor_;
+  const GroupMember* member_;  // null: one rank alone
   Stream stream_;
   EngineConfig config_;
   int32_t num_layers_;
@@ -79,9 +97,12 @@ class Session {
   DeviceBuffer q_, latent_, out_, lse_, slots_;
   DeviceBuffer expand_latent_, expand_out_;
   LatentCacheStorage cache_;
-  Engine engine_;
+  std::optional<Engine> engine_;
+  std::optional<ParallelEngine> parallel_;  // with a member
 
   Step step_;
+  std::vector<std::vector<int32_t>>
+      split_rows_;  // split queries: [N], the step's rows of each rank
   std::vector<int64_t> host_slots_;
   std::vector<int32_t> table_storage_;
   HostLayer host_;
