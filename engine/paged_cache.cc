@@ -64,13 +64,24 @@ int32_t PagedRequests::add() {
   if (!free_requests_.empty()) {
     const int32_t request = free_requests_.back();
     free_requests_.pop_back();
+    in_use_[request] = true;
     return request;
   }
   pages_.emplace_back();
+  in_use_.push_back(true);
   return static_cast<int32_t>(pages_.size()) - 1;
 }
 
+void PagedRequests::check_request(int32_t request) const {
+  if (request >= 0 && request < static_cast<int64_t>(pages_.size()) && in_use_[request]) return;
+  throw_error(ErrorCode::kInvalidArgument,
+              "there is no request {}: {} ids were given out, {} of "
+              "them are removed",
+              request, pages_.size(), free_requests_.size());
+}
+
 void PagedRequests::grow(int32_t request, int32_t length) {
+  check_request(request);
   std::vector<int32_t>& pages = pages_[request];
   const auto held = static_cast<int64_t>(pages.size());
   const int64_t needed = (int64_t{length} + page_size_ - 1) / page_size_;
@@ -78,21 +89,35 @@ void PagedRequests::grow(int32_t request, int32_t length) {
 }
 
 void PagedRequests::remove(int32_t request) {
+  check_request(request);
   allocator_.release(pages_[request]);
   pages_[request].clear();
+  in_use_[request] = false;
   free_requests_.push_back(request);
 }
 
-std::span<const int32_t> PagedRequests::pages(int32_t request) const { return pages_[request]; }
+std::span<const int32_t> PagedRequests::pages(int32_t request) const {
+  check_request(request);
+  return pages_[request];
+}
 
 int64_t PagedRequests::slot(int32_t request, int32_t position) const {
+  check_request(request);
+  const auto held = static_cast<int64_t>(pages_[request].size()) * page_size_;
+  if (position < 0 || position >= held) {
+    throw_error(ErrorCode::kInvalidArgument, "request {} has no slot for position {}: it holds {}",
+                request, position, held);
+  }
   return int64_t{pages_[request][position / page_size_]} * page_size_ + position % page_size_;
 }
 
 HostBlockTable PagedRequests::block_table(std::span<const int32_t> requests,
                                           std::vector<int32_t>& storage) const {
   size_t max_pages = 0;
-  for (const int32_t request : requests) max_pages = std::max(max_pages, pages_[request].size());
+  for (const int32_t request : requests) {
+    check_request(request);
+    max_pages = std::max(max_pages, pages_[request].size());
+  }
   storage.assign(requests.size() * max_pages, -1);
   for (size_t r = 0; r < requests.size(); ++r) {
     std::ranges::copy(pages_[requests[r]], storage.begin() + r * max_pages);
@@ -121,12 +146,23 @@ LatentCacheStorage::LatentCacheStorage(Backend& backend, const ModelDims& dims,
                   .num_pages = num_pages,
                   .page_size = page_size,
                   .page_stride = page_stride_bytes(page_size, kv_cache_row_bytes(format, dims))};
+  constexpr double kMaxBytes = 0x1p62;
+  if (double(num_pages) * double(first_layer_.page_stride) * num_layers > kMaxBytes) {
+    throw_error(ErrorCode::kInvalidArgument,
+                "a cache of {} pages of {} tokens in {} layers takes more than 2^62 bytes",
+                num_pages, page_size, num_layers);
+  }
   layer_bytes_ = static_cast<size_t>(num_pages) * first_layer_.page_stride;
+  num_layers_ = num_layers;
   memory_ = DeviceBuffer(backend, layer_bytes_ * num_layers);
   first_layer_.data = memory_.data();
 }
 
 LatentCache LatentCacheStorage::layer(int32_t index) const {
+  if (index < 0 || index >= num_layers_) {
+    throw_error(ErrorCode::kInvalidArgument, "the cache has no layer {}: it has {}", index,
+                num_layers_);
+  }
   LatentCache cache = first_layer_;
   cache.data = memory_.span().subspan(layer_bytes_ * index, layer_bytes_).data();
   return cache;

@@ -28,7 +28,8 @@ class PageAllocator {
   std::vector<bool> allocated_;
 };
 
-/// The pages of a set of requests: their block table and where their next tokens go.
+/// The pages of a set of requests: their block table and where their next tokens go. Every method
+/// throws kInvalidArgument for an id that add() did not give out or that was removed since.
 class PagedRequests {
  public:
   PagedRequests(int32_t num_pages, int32_t page_size);
@@ -41,7 +42,8 @@ class PagedRequests {
   void remove(int32_t request);
 
   std::span<const int32_t> pages(int32_t request) const;
-  int64_t slot(int32_t request, int32_t position) const;  // page * page_size + offset
+  /// page * page_size + offset. Throws kInvalidArgument for a position that no page holds yet.
+  int64_t slot(int32_t request, int32_t position) const;
   int32_t page_size() const { return page_size_; }
   int32_t num_free_pages() const { return allocator_.num_free(); }
 
@@ -50,9 +52,12 @@ class PagedRequests {
                              std::vector<int32_t>& storage) const;
 
  private:
+  void check_request(int32_t request) const;
+
   PageAllocator allocator_;
   int32_t page_size_;
   std::vector<std::vector<int32_t>> pages_;
+  std::vector<bool> in_use_;  // [as pages_]
   std::vector<int32_t> free_requests_;
 };
 
@@ -61,12 +66,14 @@ class LatentCacheStorage {
  public:
   LatentCacheStorage(Backend& backend, const ModelDims& dims, KvCacheFormat format, float scale,
                      int32_t num_pages, int32_t page_size, int32_t num_layers);
+  /// Throws kInvalidArgument for an index that is not in [0, num_layers).
   LatentCache layer(int32_t index) const;
 
  private:
   DeviceBuffer memory_;
   LatentCache first_layer_;
   size_t layer_bytes_ = 0;
+  int32_t num_layers_ = 0;
 };
 
 }  // namespace mla

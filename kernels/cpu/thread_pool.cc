@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -43,9 +44,10 @@ class ThreadPool final : public Executor {
     threads_.reserve(num_workers - 1);
     try {
       for (int w = 1; w < num_workers; ++w) threads_.emplace_back([this, w] { work(w); });
-    } catch (...) {
+    } catch (const std::system_error& error) {
       stop();
-      throw;
+      throw_error(ErrorCode::kDevice, "can't start worker {} of {}: {}", threads_.size() + 2,
+                  num_workers, error.what());
     }
   }
   ~ThreadPool() override { stop(); }

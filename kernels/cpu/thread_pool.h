@@ -9,7 +9,8 @@
 namespace mla {
 
 /// `num_threads` workers, the calling thread counted as one; 0: as many as the machine has cores.
-/// Calls of parallel_for from several threads take turns.
+/// Calls of parallel_for from several threads take turns. Throws kDevice where the system has no
+/// more threads.
 std::unique_ptr<Executor> make_thread_pool(int num_threads = 0);
 
 }  // namespace mla

@@ -131,5 +131,38 @@ TEST_F(PagedCacheTest, StorageGivesEveryLayerItsOwnAlignedPages) {
   expect_refused([&] { PagedRequests(4, 0); }, "page size 0");
 }
 
+TEST_F(PagedCacheTest, UnknownRequestsPositionsAndLayersAreRefused) {
+  PagedRequests paged(6, 4);
+  const int32_t removed = paged.add();
+  const int32_t kept = paged.add();
+  paged.grow(removed, 5);
+  paged.grow(kept, 5);
+  paged.remove(removed);
+  std::vector<int32_t> storage;
+  for (const int32_t id : {-1, removed, 2}) {
+    const std::vector<int32_t> ids = {kept, id};
+    expect_refused([&] { paged.grow(id, 1); }, "grow");
+    expect_refused([&] { paged.remove(id); }, "remove");
+    expect_refused([&] { paged.pages(id); }, "pages");
+    expect_refused([&] { paged.slot(id, 0); }, "slot");
+    expect_refused([&] { paged.block_table(ids, storage); }, "block_table");
+  }
+  EXPECT_EQ(paged.num_free_pages(), 4);
+  EXPECT_NE(paged.add(), paged.add()) << "an id that was removed twice is given out twice";
+  for (const int32_t position : {-1, 8}) {
+    expect_refused([&] { paged.slot(kept, position); }, "position");
+  }
+  EXPECT_NO_THROW(paged.slot(kept, 7));
+
+  const ModelDims dims{3, 24, 8, 40, 48};
+  const LatentCacheStorage cache(backend(), dims, KvCacheFormat::kBf16, 1.0f, 2, 4, 3);
+  EXPECT_NO_THROW(cache.layer(2));
+  for (const int32_t layer : {-1, 3}) expect_refused([&] { cache.layer(layer); }, "layer");
+  constexpr int32_t kHuge = 2147483647;  // 2^31 * 2^31 * 112 * 2^31 bytes wrap around to a few
+  expect_refused(
+      [&] { LatentCacheStorage(backend(), dims, KvCacheFormat::kBf16, 1.0f, kHuge, kHuge, kHuge); },
+      "a cache beyond 64 bits");
+}
+
 }  // namespace
 }  // namespace mla::test
