@@ -78,7 +78,7 @@ class PlanBuilder {
   template <typename T>
   BlockArray<T> add_array(int64_t size, int64_t capacity) {
     constexpr size_t kAlignment = 16;
-    constexpr size_t kMaxBytes = std::numeric_limits<uint32_t>::max();
+    constexpr size_t kMaxBytes = size_t{1} << 30;  // a quarter of what an offset could reach
     const size_t offset = (plan_.block_size_ + kAlignment - 1) / kAlignment * kAlignment;
     const size_t used_end = offset + static_cast<size_t>(size) * sizeof(T);
     const size_t end = offset + static_cast<size_t>(capacity) * sizeof(T);

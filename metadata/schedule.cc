@@ -3,12 +3,26 @@
 #include <algorithm>
 #include <numeric>
 
+#include "metadata/error.h"
 #include "metadata/plan.h"
 
 namespace mla {
 namespace {
 
 int64_t round_down(int64_t x, int64_t multiple) { return x - x % multiple; }
+
+// A plan's memory follows from these counts. A step with more would take minutes to plan and many
+// to launch: a workspace far too small for its contexts is refused before it takes all memory.
+constexpr size_t kMaxSpans = size_t{1} << 22;
+constexpr size_t kMaxChunks = size_t{1} << 20;
+
+void check_count(size_t count, size_t limit, const char* what) {
+  if (count > limit) {
+    throw_error(ErrorCode::kInvalidArgument,
+                "the step is cut into more than {} {}: workspace_tokens is too small for it", limit,
+                what);
+  }
+}
 
 /// Collects spans into chunks.
 class ChunkWriter {
@@ -17,10 +31,11 @@ class ChunkWriter {
 
   bool empty() const { return first_ == num_spans(); }
   int32_t last_request() const { return cuts_.spans.back().request; }
-  void add(const Span& span) { cuts_.spans.push_back(span); }
+  void add(const Span& span) { *add(1) = span; }
   /// `count` spans at once, for the caller to write.
   Span* add(size_t count) {
     const size_t size = cuts_.spans.size();
+    check_count(size + count, kMaxSpans, "spans");
     cuts_.spans.resize(size + count);
     return cuts_.spans.data() + size;
   }
@@ -31,6 +46,7 @@ class ChunkWriter {
   }
   void close(int32_t request_begin, int32_t request_end) {
     if (empty()) return;
+    check_count(cuts_.chunks.size() + 1, kMaxChunks, "chunks");
     cuts_.chunks.push_back({first_, num_spans(), request_begin, request_end});
     first_ = num_spans();
   }

@@ -47,6 +47,8 @@ struct ScheduleCuts {
 int32_t most_local_rows(int32_t tokens, const ContextShard& shard);
 
 /// Appends the cuts of all contexts (`lengths` [R], 0: nothing to attend) by the config's schedule.
+/// Throws kInvalidArgument where they make more than 2^22 spans or 2^20 chunks, as cut_new_tokens
+/// does.
 void cut_contexts(const PlanConfig& config, std::span<const int32_t> lengths, ScheduleCuts& cuts);
 
 /// Appends the cuts of the new tokens (`query_start_loc` [R+1]): contiguous rows, at most W a

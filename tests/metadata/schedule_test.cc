@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "metadata/plan.h"
@@ -172,6 +173,25 @@ TEST(NewTokens, AreCutWhereAPieceIsFull) {
             (std::vector<AttentionItem>{{1024, 676, 700, 324, kUnmasked, 1024}}));
   EXPECT_EQ(to_vector(plans[0].host(second.final_items)),
             (std::vector<AttentionItem>{{1024, 676, 0, 676, 0, 1024}, {1700, 5, 676, 5, 0, 1700}}));
+}
+
+TEST(AllSchedules, CutsThatWouldTakeAllMemoryAreRefused) {
+  const OwnedBatch long_context = one_token_each({2'000'000'000});
+  const OwnedBatch long_prompt({2'000'000'000}, {0});
+  const OwnedBatch many_contexts = one_token_each(std::vector<int32_t>(1000, 2'000'000));
+  for (const Schedule schedule : {Schedule::kPacked, Schedule::kUniform, Schedule::kFixed}) {
+    StepPlan plan;
+    const auto refusal = [&](int32_t w, const OwnedBatch& batch) {
+      const PlanConfig config = make_config(w, 1, schedule);
+      return error_of(ErrorCode::kInvalidArgument,
+                      [&] { build_plan(config, batch.view(), nullptr, plan); });
+    };
+    EXPECT_NE(refusal(1, long_context).find("1048576 chunks"), std::string::npos);
+    EXPECT_NE(refusal(1, long_prompt).find("1048576 chunks"), std::string::npos);
+    const char* const limit = schedule == Schedule::kUniform ? "4194304 spans" : "1048576 chunks";
+    EXPECT_NE(refusal(1000, many_contexts).find(limit), std::string::npos);
+    EXPECT_TRUE(plan.chunks().empty());
+  }
 }
 
 TEST(EmptyBatch, IsAPlanWithoutWork) {
