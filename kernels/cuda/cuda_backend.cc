@@ -56,16 +56,6 @@ cudaDeviceProp find_device(int device) {
   return properties;
 }
 
-/// What attention sees of a model on a path: absorbed, the latent rows are keys and values.
-struct AttentionDims {
-  int32_t nope, rope, v;
-
-  AttentionDims(const ModelDims& dims, Path path)
-      : nope(path == Path::kAbsorb ? dims.kv_lora_rank : dims.qk_nope_head_dim),
-        rope(dims.qk_rope_head_dim),
-        v(path == Path::kAbsorb ? dims.kv_lora_rank : dims.v_head_dim) {}
-};
-
 class CudaBackend final : public Backend {
  public:
   /// The device is current.
@@ -85,21 +75,22 @@ class CudaBackend final : public Backend {
   }
 
   std::string attention_kernel(const ModelDims& dims, DType dtype, Path path) const override {
-    const AttentionDims attended(dims, path);
-    if (hopper_has(attended.nope, attended.rope, attended.v, dtype)) {
+    if (path == Path::kAbsorb) {
+      throw_error(ErrorCode::kUnsupported, "there is no absorbed attention on CUDA");
+    }
+    if (hopper_has(dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim, dtype)) {
       return "warp-specialised wgmma for Hopper (sm_90a)";
     }
-    if (cuda::supports_generic_attention(attended.nope + attended.rope, attended.v, dtype)) {
+    if (cuda::supports_generic_attention(dims.qk_head_dim(), dims.v_head_dim, dtype)) {
       return "mma.sync, 64 x 64 tiles (sm_80 and later)";
     }
-    throw_error(ErrorCode::kUnsupported, "no CUDA attention for dims {}, {}, {} ({} path) in {}",
-                attended.nope, attended.rope, attended.v, path_name(path), dtype_name(dtype));
+    throw_error(ErrorCode::kUnsupported, "no CUDA attention for dims {}, {}, {} in {}",
+                dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim, dtype_name(dtype));
   }
 
   bool supports_path(const ModelDims& dims, Path path) const override {
-    const AttentionDims attended(dims, path);
-    return cuda::supports_generic_attention(attended.nope + attended.rope, attended.v,
-                                            DType::kBFloat16);
+    return path == Path::kExpand &&
+           cuda::supports_generic_attention(dims.qk_head_dim(), dims.v_head_dim, DType::kBFloat16);
   }
 
   void* allocate(size_t bytes) override {

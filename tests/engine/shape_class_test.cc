@@ -131,6 +131,7 @@ TEST_F(ShapeClassTest, EveryStepMakesTheSameLaunches) {
           .max_requests = 4, .max_query_tokens = kRows, .max_chunks = 8, .max_pages = 7};
       SCOPED_TRACE(describe(c));
       const DeviceBuffer workspace(backend(), workspace_bytes(c, backend()));
+      backend().fill_bytes(workspace.data(), kPoison, workspace.bytes(), {});
       Engine engine(c, recording, workspace.span());
       LayerParams params = tensors.params();
       std::vector<std::string> captured;
