@@ -297,7 +297,16 @@ INSTANTIATE_TEST_SUITE_P(
         BadInput{"run --query-lens 1 --context-lens -5", "-5; it must be from 0"},
         BadInput{"run --query-lens 1,x", "'x'"}, BadInput{"run --query-lens 1,", "comma"},
         BadInput{"run --query-lens 3000000000", "3000000000; it must be from 0 to 2147483647"},
-        BadInput{"run --query-lens 99999999999999999999", "above the limit 2147483647"},
+        BadInput{"run --query-lens 99999999999999999999",
+                 "99999999999999999999; it must be from 0 to 2147483647"},
+        BadInput{"run --query-lens 1 --threads ''", "--threads: '' is no whole number"},
+        BadInput{"run --query-lens 1 --softmax-scale ''", "--softmax-scale: '' is no number"},
+        BadInput{"run --query-lens 1 --softmax-scale 1e999", "'1e999' is out of range"},
+        BadInput{"run --query-lens 1 --layers 0x10", "'0x10' is no whole number"},
+        BadInput{"run --query-lens 1 --seed -1", "'-1' is no whole number from 0"},
+        BadInput{"run --query-lens 1 --seed 18446744073709551616",
+                 "18446744073709551616; it must be from 0 to 18446744073709551615"},
+        BadInput{"bench --seconds 1e300", "1e300; it must be above 0, and 3600 at most"},
         BadInput{"run --query-lens 1,1 --context-lens 2147483646,5", "limit is 2147483647"},
         BadInput{"run --requests -1", "-1; it must be from 0"},
         BadInput{"run --requests 2 --prompt-lens 9:3", "9:3"},
@@ -327,6 +336,20 @@ INSTANTIATE_TEST_SUITE_P(
         BadInput{"run --query-lens 1 --json /nonexistent/x", "'/nonexistent/x'"},
         BadInput{"run --query-lens 1 --trace /nonexistent/x", "'/nonexistent/x'"},
         BadInput{"plan --query-lens 1 --trace /tmp/x", "--trace is for run"},
+        BadInput{"run --query-lens 1 --json ''", "--json: the file's name is empty"},
+        BadInput{"run --query-lens 1 --trace ''", "--trace: the file's name is empty"},
+        BadInput{"run --query-lens 1 --trace -", "only --json writes to stdout"},
+        BadInput{"plan --backend cpu --query-lens 1 --context-lens 2147483646 --page-size 1 "
+                 "--workspace-tokens 1",
+                 "more than 1048576 chunks"},
+        BadInput{"plan --backend cpu --query-lens 2147483647 --page-size 1 --workspace-tokens 1",
+                 "more than 1048576 chunks"},
+        BadInput{"plan --backend cpu --query-lens 1 --context-lens 2000000000 --page-size 1 "
+                 "--workspace-tokens 64 --cp 1024",
+                 "entries"},
+        BadInput{"calibrate --backend cpu --heads 1024 --nope 1024 --vdim 1024 --lora 1024 "
+                 "--page-size 2147483647 --workspace-tokens 2147483647",
+                 "GiB of memory, the machine has"},
         BadInput{"run --backend cpu --query-lens 1 --context-lens 2000000000 --layers 999",
                  "GiB of memory, the machine has"},
         BadInput{"plan --query-lens 1 --requests-typo 2", "--requests-typo"},
@@ -356,6 +379,43 @@ TEST(CliOutputTest, AFailedRunSaysSoInItsJson) {
   EXPECT_EQ(run["status"], "error");
   EXPECT_TRUE(run["verify"].is_null());
   EXPECT_EQ("engine_cli: " + run["error"].get<std::string>() + "\n", result.err);
+}
+
+TEST(CliOutputTest, WordsThatAreNotUtf8StandInJson) {
+  const CliResult failed = run_cli("run --query-lens 1 --model \xff --json -");
+  EXPECT_EQ(failed.exit_code, 2);
+  EXPECT_EQ(failed.json()["status"], "error");
+  const CliResult info = run_cli("info --backend cpu --commit a\xff --json -");
+  EXPECT_EQ(info.exit_code, 0) << info.err;
+  EXPECT_EQ(info.json()["commit"], "a\uFFFD");
+}
+
+TEST(CliOutputTest, NamesTooLongForAFileAreBadInput) {
+  const CliResult result = run_cli("run --query-lens 1 --json " + std::string(5000, 'x'));
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_NE(result.err.find("can't write 'xxx"), std::string::npos) << result.err;
+}
+
+TEST(CliOutputTest, OneFileForJsonAndTraceIsRefused) {
+  const TempFile file;
+  const CliResult result = run_cli("run --backend cpu --query-lens 3 --json " + file.path() +
+                                   " --trace /." + file.path() + kSmallModel);
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_NE(result.err.find("--json and --trace are both"), std::string::npos) << result.err;
+}
+
+TEST(CliOutputTest, TheOracleIsPartOfTheMemoryThatARunNeeds) {
+  const std::string line =
+      "run --backend cpu --heads 1 --nope 8 --rope 8 --vdim 8 --lora 8 --page-size 64 "
+      "--kv-cache-dtype fp8_e4m3 --query-lens 1 --context-lens ";
+  const auto needed = [&](const std::string& options) {
+    const std::string err = run_cli(line + "2000000000 --layers 999" + options).err;
+    const size_t at = err.find("needs ");
+    EXPECT_NE(at, std::string::npos) << err;
+    return at == std::string::npos ? 0.0 : std::stod(err.substr(at + 6));
+  };
+  const double keys = 2e9 * (16 + 16) * 4 / 0x1p30;  // latent rows, and one head's keys and values
+  EXPECT_GT(needed(" --verify"), needed("") + keys);
 }
 
 TEST(CliOutputTest, JsonGoesToAFileBesideTheTable) {

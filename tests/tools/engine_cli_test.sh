@@ -45,4 +45,11 @@ expect 2 '' "engine_cli: .*/nonexistent/x.*" run "${small[@]}" "${batch[@]}" --j
 "$cli" plan "${batch[@]}" --backend cpu >/dev/full 2>"$TEST_TMPDIR/err"
 [[ $? == 2 ]] || { echo "FAILED: stdout that can't be written"; status=1; }
 
+"$cli" --help >/dev/full 2>"$TEST_TMPDIR/err"
+[[ $? == 2 ]] || { echo "FAILED: help that can't be written"; status=1; }
+
+# An error keeps its exit code where nobody can hear of it.
+"$cli" run --query-lens x 2>&-
+[[ $? == 2 ]] || { echo "FAILED: stderr that is closed"; status=1; }
+
 exit $status

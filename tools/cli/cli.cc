@@ -21,6 +21,13 @@
 namespace mla::cli {
 namespace {
 
+void show(const Environment& environment, const std::string& text) {
+  const bool written = std::fwrite(text.data(), 1, text.size(), environment.out) == text.size();
+  if (std::fflush(environment.out) != 0 || !written) {
+    throw_error(ErrorCode::kInvalidArgument, "can't write the results to stdout");
+  }
+}
+
 /// One command with its outputs, which are known to be writable before work begins.
 class Invocation {
  public:
@@ -88,12 +95,7 @@ class Invocation {
 
   void write(const nlohmann::ordered_json& json, const std::string& text) {
     if (json_file_.wanted()) json_file_.write(json_text(json));
-    const std::string& shown = options_.json_on_stdout() ? json_text(json) : text;
-    const bool written =
-        std::fwrite(shown.data(), 1, shown.size(), environment_.out) == shown.size();
-    if (std::fflush(environment_.out) != 0 || !written) {
-      throw_error(ErrorCode::kInvalidArgument, "can't write the results to stdout");
-    }
+    show(environment_, options_.json_on_stdout() ? json_text(json) : text);
   }
 
   const Options& options_;
@@ -143,7 +145,7 @@ int run_cli(int argc, const char* const* argv, const Environment& environment) {
   const int exit_code = attempt(failure, [&] {
     const ParsedCommandLine parsed = parse_command_line(argc, argv);
     if (!parsed.help.empty()) {
-      fmt::print(environment.out, "{}", parsed.help);
+      show(environment, parsed.help);
       return +kRight;
     }
     Invocation invocation(parsed.options, environment);
@@ -154,7 +156,10 @@ int run_cli(int argc, const char* const* argv, const Environment& environment) {
     if (!failure.message.empty()) invocation.report_failure(failure.message);
     return code;
   });
-  if (!failure.message.empty()) fmt::print(environment.err, "engine_cli: {}\n", failure.message);
+  // The exit code stands, whether or not the message finds a reader.
+  if (!failure.message.empty()) {
+    std::fputs(fmt::format("engine_cli: {}\n", failure.message).c_str(), environment.err);
+  }
   return exit_code;
 }
 

@@ -7,6 +7,18 @@
 
 namespace mla::cli {
 
+/// What make_set allocates, for every set, and the copies on the host while one is made or checked.
+double OpTensors::all_sets_bytes() const {
+  const double heads = dims.num_heads;
+  const double weights = heads * dims.kv_head_dim() * dims.kv_lora_rank * 2;
+  const double expanded = k * heads * dims.kv_head_dim() * 2;
+  const double query = heads * (dims.qk_head_dim() + dims.latent_dim() + dims.v_head_dim) * 2;
+  const double out = heads * (std::max(dims.v_head_dim, dims.kv_lora_rank) + 1) * 4;
+  const double set = weights + expanded + double(num_pages()) * page_stride() +
+                     double(k) * dims.latent_dim() * 2 + t * (query + 2 * out);
+  return kOpTensorSets * set + weights + expanded;
+}
+
 std::unique_ptr<OpTensorSet> OpTensors::make_set() {
   auto set = std::make_unique<OpTensorSet>();
   const int64_t heads = dims.num_heads;

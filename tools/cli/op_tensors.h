@@ -39,6 +39,7 @@ struct OpTensorSet {
 
 /// Sets of tensors for `t` new tokens over `k` rows of keys, and views of them.
 struct OpTensors {
+  /// Throws kInvalidArgument where memory does not suffice, as check_memory does.
   OpTensors(const Options& options, Device& device, int32_t query_tokens, int32_t key_rows)
       : backend(*device.backend),
         executor(*device.executor),
@@ -47,11 +48,13 @@ struct OpTensors {
         t(query_tokens),
         k(key_rows),
         cache_scale(options.kv_cache_scale),
-        values(options.seed, options.config.dims),
-        scratch(backend, backend.scratch_bytes({.dims = dims,
-                                                .max_query_tokens = query_tokens,
-                                                .max_rows = std::max(key_rows, query_tokens),
-                                                .max_requests = 1})) {
+        values(options.seed, options.config.dims) {
+    const ScratchLimits limits{.dims = dims,
+                               .max_query_tokens = query_tokens,
+                               .max_rows = std::max(key_rows, query_tokens),
+                               .max_requests = 1};
+    check_memory(backend, double(backend.scratch_bytes(limits)) + all_sets_bytes());
+    scratch = DeviceBuffer(backend, backend.scratch_bytes(limits));
     for (auto& set : sets) set = make_set();
   }
 
@@ -131,6 +134,7 @@ struct OpTensors {
     return floats;
   }
 
+  double all_sets_bytes() const;
   std::unique_ptr<OpTensorSet> make_set();
   /// First and last row of the first and the last head of set 0's `out` and `lse`, against the
   /// expansion as it is.

@@ -3,9 +3,11 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
+#include <filesystem>
 #include <limits>
 #include <sstream>
 #include <string_view>
+#include <utility>
 
 #include "metadata/error.h"
 #include "metadata/plan.h"
@@ -15,65 +17,86 @@ namespace {
 
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
-/// The command line's values before they are checked. Numbers are 64 bits wide, so that one that
-/// does not fit is refused by its value.
+std::string text_of(double value) { return fmt::format("{:.6g}", value); }
+
+/// The command line's words before they are checked. Numbers are text here: the parser's own
+/// conversions take an empty word for 0, and a number that does not fit for another one.
 struct RawOptions {
   std::string model = "deepseek-v2-lite";
-  std::optional<int64_t> heads, nope, rope, vdim, lora;
-  std::optional<double> softmax_scale;
+  std::optional<std::string> heads, nope, rope, vdim, lora;
+  std::optional<std::string> softmax_scale;
   std::string backend = "auto";
-  int64_t threads = 0;
+  std::string threads = "0";
   std::optional<std::string> query_lens, context_lens;
-  std::optional<int64_t> requests;
+  std::optional<std::string> requests;
   std::string prompt_lens = "512:4096";
   std::string prefix_lens = "0:0";
-  int64_t max_num_batched_tokens = 32768;
-  uint64_t seed = 0;
-  int64_t workspace_tokens = 65536;
-  int64_t page_size = 64;
+  std::string max_num_batched_tokens = "32768";
+  std::string seed = "0";
+  std::string workspace_tokens = "65536";
+  std::string page_size = "64";
   std::string kv_cache_dtype = "bf16";
-  double kv_cache_scale = 0.01;
+  std::string kv_cache_scale = "0.01";
   std::string schedule = "packed";
-  int64_t split_tokens = 0;
+  std::string split_tokens = "0";
   std::string path = "auto";
   std::string merge = "fused";
-  int64_t layers = 1;
-  int64_t step = 0;
-  int64_t cp = 1;
-  int64_t cp_interleave = 1;
-  double cp_link_gbps = CostRates().link_bytes_per_second * 1e-9;
-  double cp_nic_gbps = ContextParallelOptions().nic_bytes_per_second * 1e-9;
-  int64_t cp_ranks_per_node = ContextParallelOptions().ranks_per_node;
-  double cp_latency_us = CostRates().collective_seconds * 1e6;
-  double cp_gemm_tflops = CostRates().gemm_flops * 1e-12;
-  double cp_attention_tflops = CostRates().attention_flops * 1e-12;
+  std::string layers = "1";
+  std::string step = "0";
+  std::string cp = "1";
+  std::string cp_interleave = "1";
+  std::string cp_link_gbps = text_of(CostRates().link_bytes_per_second * 1e-9);
+  std::string cp_nic_gbps = text_of(ContextParallelOptions().nic_bytes_per_second * 1e-9);
+  std::string cp_ranks_per_node = text_of(ContextParallelOptions().ranks_per_node);
+  std::string cp_latency_us = text_of(CostRates().collective_seconds * 1e6);
+  std::string cp_gemm_tflops = text_of(CostRates().gemm_flops * 1e-12);
+  std::string cp_attention_tflops = text_of(CostRates().attention_flops * 1e-12);
   ContextParallelOptions cp_words;
   bool verify = false;
-  std::string json;
-  std::string trace;
+  std::optional<std::string> json;
+  std::optional<std::string> trace;
   std::string commit;
-  double bench_seconds = 0.5;
+  std::string bench_seconds = "0.5";
 };
 
-int32_t to_int32(int64_t value, std::string_view option, int64_t least) {
-  if (value < least || value > kMaxInt32) {
-    throw_error(ErrorCode::kInvalidArgument, "{} is {}; it must be from {} to {}", option, value,
-                least, kMaxInt32);
+template <typename T>
+std::from_chars_result parse_all(std::string_view text, T& value) {
+  std::from_chars_result result = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (result.ec == std::errc() && result.ptr != text.data() + text.size()) {
+    result.ec = std::errc::invalid_argument;
   }
-  return static_cast<int32_t>(value);
+  return result;
 }
 
-int32_t parse_length(std::string_view text, std::string_view option) {
-  int64_t value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error == std::errc::result_out_of_range) {
-    throw_error(ErrorCode::kInvalidArgument, "{}: '{}' is above the limit {}", option, text,
-                kMaxInt32);
+template <typename T>
+T parse_whole(std::string_view text, std::string_view option, T least, T most) {
+  T value = 0;
+  const std::errc error = parse_all(text, value).ec;
+  if (error == std::errc::invalid_argument) {
+    throw_error(ErrorCode::kInvalidArgument, "{}: '{}' is no whole number from {} to {}", option,
+                text, least, most);
   }
-  if (error != std::errc() || end != text.data() + text.size()) {
-    throw_error(ErrorCode::kInvalidArgument, "{}: '{}' is no whole number", option, text);
+  if (error != std::errc() || value < least || value > most) {
+    throw_error(ErrorCode::kInvalidArgument, "{} is {}; it must be from {} to {}", option, text,
+                least, most);
   }
-  return to_int32(value, option, 0);
+  return value;
+}
+
+int32_t parse_int32(std::string_view text, std::string_view option, int64_t least,
+                    int64_t most = kMaxInt32) {
+  return static_cast<int32_t>(parse_whole<int64_t>(text, option, least, most));
+}
+
+/// Infinity and NaN are left to the caller, as is a number that float32 takes for one or for 0.
+double parse_real(std::string_view text, std::string_view option) {
+  double value = 0.0;
+  const std::errc error = parse_all(text, value).ec;
+  if (error != std::errc()) {
+    throw_error(ErrorCode::kInvalidArgument, "{}: '{}' is {}", option, text,
+                error == std::errc::result_out_of_range ? "out of range" : "no number");
+  }
+  return value;
 }
 
 /// "64,17,1"; the empty text is the empty list.
@@ -81,7 +104,7 @@ std::vector<int32_t> parse_lengths(std::string_view text, std::string_view optio
   std::vector<int32_t> lengths;
   while (!text.empty()) {
     const size_t comma = text.find(',');
-    lengths.push_back(parse_length(text.substr(0, comma), option));
+    lengths.push_back(parse_int32(text.substr(0, comma), option, 0));
     if (comma == std::string_view::npos) break;
     text.remove_prefix(comma + 1);
     if (text.empty()) {
@@ -95,9 +118,9 @@ std::vector<int32_t> parse_lengths(std::string_view text, std::string_view optio
 LengthRange parse_range(std::string_view text, std::string_view option) {
   const size_t colon = text.find(':');
   LengthRange range;
-  range.least = parse_length(text.substr(0, colon), option);
-  range.most =
-      colon == std::string_view::npos ? range.least : parse_length(text.substr(colon + 1), option);
+  range.least = parse_int32(text.substr(0, colon), option, 0);
+  range.most = colon == std::string_view::npos ? range.least
+                                               : parse_int32(text.substr(colon + 1), option, 0);
   if (range.most < range.least) {
     throw_error(ErrorCode::kInvalidArgument, "{}: the range {}:{} ends before it begins", option,
                 range.least, range.most);
@@ -109,15 +132,10 @@ void set_model(const RawOptions& raw, Options& options) {
   ModelDims& dims = options.config.dims;
   dims = find_preset(raw.model);
   const ModelDims preset_dims = dims;
-  const auto override_dim = [](const std::optional<int64_t>& value, std::string_view option,
+  const auto override_dim = [](const std::optional<std::string>& value, std::string_view option,
                                int32_t& dim) {
     constexpr int64_t kMaxDim = 1 << 16;  // sizes in bytes stay far below 2^63
-    if (!value) return;
-    if (*value < 1 || *value > kMaxDim) {
-      throw_error(ErrorCode::kInvalidArgument, "{} is {}; it must be from 1 to {}", option, *value,
-                  kMaxDim);
-    }
-    dim = static_cast<int32_t>(*value);
+    if (value) dim = parse_int32(*value, option, 1, kMaxDim);
   };
   override_dim(raw.heads, "--heads", dims.num_heads);
   override_dim(raw.nope, "--nope", dims.qk_nope_head_dim);
@@ -129,15 +147,16 @@ void set_model(const RawOptions& raw, Options& options) {
 
   options.config.softmax_scale = default_softmax_scale(dims);
   if (raw.softmax_scale) {
-    options.config.softmax_scale = static_cast<float>(*raw.softmax_scale);
+    options.config.softmax_scale =
+        static_cast<float>(parse_real(*raw.softmax_scale, "--softmax-scale"));
     validate_softmax_scale(options.config.softmax_scale);
   }
 }
 
 void set_batch(const RawOptions& raw, Options& options) {
   options.max_num_batched_tokens =
-      to_int32(raw.max_num_batched_tokens, "--max-num-batched-tokens", 1);
-  options.seed = raw.seed;
+      parse_int32(raw.max_num_batched_tokens, "--max-num-batched-tokens", 1);
+  options.seed = parse_whole<uint64_t>(raw.seed, "--seed", 0, std::numeric_limits<uint64_t>::max());
   if (raw.query_lens && raw.requests) {
     throw_error(ErrorCode::kInvalidArgument,
                 "--query-lens (one step) and --requests (many steps) exclude each other");
@@ -161,11 +180,7 @@ void set_batch(const RawOptions& raw, Options& options) {
     }
   } else if (raw.requests) {
     constexpr int64_t kMaxRequests = 1 << 20;
-    if (*raw.requests < 0 || *raw.requests > kMaxRequests) {
-      throw_error(ErrorCode::kInvalidArgument, "--requests is {}; it must be from 0 to {}",
-                  *raw.requests, kMaxRequests);
-    }
-    options.num_requests = static_cast<int32_t>(*raw.requests);
+    options.num_requests = parse_int32(*raw.requests, "--requests", 0, kMaxRequests);
     options.prompt_lens = parse_range(raw.prompt_lens, "--prompt-lens");
     options.prefix_lens = parse_range(raw.prefix_lens, "--prefix-lens");
   }
@@ -173,15 +188,15 @@ void set_batch(const RawOptions& raw, Options& options) {
 
 void set_engine(const RawOptions& raw, Options& options) {
   EngineConfig& config = options.config;
-  config.workspace_tokens = to_int32(raw.workspace_tokens, "--workspace-tokens", 1);
-  config.page_size = to_int32(raw.page_size, "--page-size", 1);
+  config.workspace_tokens = parse_int32(raw.workspace_tokens, "--workspace-tokens", 1);
+  config.page_size = parse_int32(raw.page_size, "--page-size", 1);
   config.kv_cache_format = find_kv_cache_format(raw.kv_cache_dtype);
   kv_cache_row_bytes(config.kv_cache_format, config.dims);
   config.schedule = find_schedule(raw.schedule);
-  config.split_tokens = to_int32(raw.split_tokens, "--split-tokens", 0);
+  config.split_tokens = parse_int32(raw.split_tokens, "--split-tokens", 0);
   config.path = find_path_policy(raw.path);
   config.merge = find_merge_mode(raw.merge);
-  options.kv_cache_scale = static_cast<float>(raw.kv_cache_scale);
+  options.kv_cache_scale = static_cast<float>(parse_real(raw.kv_cache_scale, "--kv-cache-scale"));
   if (!std::isfinite(options.kv_cache_scale) || options.kv_cache_scale <= 0.0f) {
     throw_error(ErrorCode::kInvalidArgument,
                 "--kv-cache-scale is {}; it must be finite and above 0", raw.kv_cache_scale);
@@ -192,6 +207,24 @@ void set_engine(const RawOptions& raw, Options& options) {
   plan.page_size = config.page_size;
   plan.split_tokens = config.split_tokens;
   validate_plan_config(plan);
+}
+
+/// The outputs may not be one file: the one written last would be all there is.
+void check_outputs(const RawOptions& raw) {
+  for (const auto& [path, option] : {std::pair{&raw.json, "--json"}, {&raw.trace, "--trace"}}) {
+    if (*path && (*path)->empty()) {
+      throw_error(ErrorCode::kInvalidArgument, "{}: the file's name is empty", option);
+    }
+  }
+  if (raw.trace == "-") {
+    throw_error(ErrorCode::kInvalidArgument, "--trace is -; only --json writes to stdout");
+  }
+  const auto normal = [](const std::string& path) {
+    return std::filesystem::path(path).lexically_normal();
+  };
+  if (raw.json && raw.trace && normal(*raw.json) == normal(*raw.trace)) {
+    throw_error(ErrorCode::kInvalidArgument, "--json and --trace are both '{}'", *raw.json);
+  }
 }
 
 /// Refuses, by name, what this build can't do for the command.
@@ -221,22 +254,20 @@ void check_context_parallel_options(const Options& options) {
 }
 
 void check(const RawOptions& raw, Options& options) {
+  check_outputs(raw);
   set_model(raw, options);
   set_batch(raw, options);
   set_engine(raw, options);
   options.backend = raw.backend;
   constexpr int64_t kMaxThreads = 1024;
-  if (raw.threads < 0 || raw.threads > kMaxThreads) {
-    throw_error(ErrorCode::kInvalidArgument, "--threads is {}; it must be from 0 to {}",
-                raw.threads, kMaxThreads);
-  }
-  options.threads = static_cast<int32_t>(raw.threads);
-  options.num_layers = to_int32(raw.layers, "--layers", 1);
-  options.plan_step = to_int32(raw.step, "--step", 0);
+  options.threads = parse_int32(raw.threads, "--threads", 0, kMaxThreads);
+  options.num_layers = parse_int32(raw.layers, "--layers", 1);
+  options.plan_step = parse_int32(raw.step, "--step", 0);
   options.cp = raw.cp_words;
-  options.cp.world = to_int32(raw.cp, "--cp", 1);
-  options.cp.interleave = to_int32(raw.cp_interleave, "--cp-interleave", 1);
-  const auto rate = [](double value, double unit, std::string_view option) {
+  options.cp.world = parse_int32(raw.cp, "--cp", 1);
+  options.cp.interleave = parse_int32(raw.cp_interleave, "--cp-interleave", 1);
+  const auto rate = [](const std::string& text, double unit, std::string_view option) {
+    const double value = parse_real(text, option);
     if (!(std::isfinite(value * unit) && value > 0.0)) {
       throw_error(ErrorCode::kInvalidArgument, "{} is {}; it must be finite and above 0", option,
                   value);
@@ -249,13 +280,14 @@ void check(const RawOptions& raw, Options& options) {
       .gemm_flops = rate(raw.cp_gemm_tflops, 1e12, "--cp-gemm-tflops"),
       .attention_flops = rate(raw.cp_attention_tflops, 1e12, "--cp-attention-tflops")};
   options.cp.nic_bytes_per_second = rate(raw.cp_nic_gbps, 1e9, "--cp-nic-gbps");
-  options.cp.ranks_per_node = to_int32(raw.cp_ranks_per_node, "--cp-ranks-per-node", 1);
+  options.cp.ranks_per_node = parse_int32(raw.cp_ranks_per_node, "--cp-ranks-per-node", 1);
   options.verify = raw.verify;
   options.commit = raw.commit;
-  options.bench_seconds = raw.bench_seconds;
-  if (!std::isfinite(options.bench_seconds) || options.bench_seconds <= 0.0) {
-    throw_error(ErrorCode::kInvalidArgument, "--seconds is {}; it must be finite and above 0",
-                options.bench_seconds);
+  constexpr double kMaxSeconds = 3600.0;
+  options.bench_seconds = parse_real(raw.bench_seconds, "--seconds");
+  if (!(options.bench_seconds > 0.0 && options.bench_seconds <= kMaxSeconds)) {
+    throw_error(ErrorCode::kInvalidArgument, "--seconds is {}; it must be above 0, and {} at most",
+                raw.bench_seconds, kMaxSeconds);
   }
   const bool needs_batch = options.command == Command::kRun || options.command == Command::kPlan;
   if (needs_batch && !options.has_batch) {
@@ -271,13 +303,15 @@ void add_options(CLI::App& app, RawOptions& raw) {
   app.add_option("--model", raw.model,
                  "Preset, the dimensions below over its own (`info` lists them)")
       ->capture_default_str();
-  app.add_option("--heads", raw.heads, "Heads on this rank [H]");
-  app.add_option("--nope", raw.nope, "qk_nope_head_dim [P]");
-  app.add_option("--rope", raw.rope, "qk_rope_head_dim [Rr]");
-  app.add_option("--vdim", raw.vdim, "v_head_dim [V]");
-  app.add_option("--lora", raw.lora, "kv_lora_rank [L]");
-  app.add_option("--softmax-scale", raw.softmax_scale, "Default 1/sqrt(P + Rr)");
+  app.add_option("--heads", raw.heads, "Heads on this rank [H]")->type_name("INT");
+  app.add_option("--nope", raw.nope, "qk_nope_head_dim [P]")->type_name("INT");
+  app.add_option("--rope", raw.rope, "qk_rope_head_dim [Rr]")->type_name("INT");
+  app.add_option("--vdim", raw.vdim, "v_head_dim [V]")->type_name("INT");
+  app.add_option("--lora", raw.lora, "kv_lora_rank [L]")->type_name("INT");
+  app.add_option("--softmax-scale", raw.softmax_scale, "Default 1/sqrt(P + Rr)")
+      ->type_name("FLOAT");
   app.add_option("--layers", raw.layers, "Layers, each with its own weights and cache")
+      ->type_name("INT")
       ->capture_default_str();
 
   app.option_defaults()->group("One step");
@@ -286,14 +320,17 @@ void add_options(CLI::App& app, RawOptions& raw) {
                  "Tokens in the cache of each request, such as 10240,0,512 (default: all 0)");
 
   app.option_defaults()->group("Many steps, chunked prefill");
-  app.add_option("--requests", raw.requests, "Number of requests");
+  app.add_option("--requests", raw.requests, "Number of requests")->type_name("INT");
   app.add_option("--prompt-lens", raw.prompt_lens, "New tokens of a request, drawn from A:B")
       ->capture_default_str();
   app.add_option("--prefix-lens", raw.prefix_lens, "Tokens already in the cache, drawn from A:B")
       ->capture_default_str();
   app.add_option("--max-num-batched-tokens", raw.max_num_batched_tokens, "New tokens of a step")
+      ->type_name("INT")
       ->capture_default_str();
-  app.add_option("--seed", raw.seed, "Of lengths, inputs and weights")->capture_default_str();
+  app.add_option("--seed", raw.seed, "Of lengths, inputs and weights")
+      ->type_name("INT")
+      ->capture_default_str();
 
   app.option_defaults()->group("Engine");
   app.add_option("--backend", raw.backend, "cpu, cuda, or auto: cuda where there is a device")
@@ -302,11 +339,15 @@ void add_options(CLI::App& app, RawOptions& raw) {
   app.add_option("--threads", raw.threads, "Of the cpu backend; 0: one a core")
       ->capture_default_str();
   app.add_option("--workspace-tokens", raw.workspace_tokens, "Latent rows in the workspace [W]")
+      ->type_name("INT")
       ->capture_default_str();
-  app.add_option("--page-size", raw.page_size, "Tokens a page")->capture_default_str();
+  app.add_option("--page-size", raw.page_size, "Tokens a page")
+      ->type_name("INT")
+      ->capture_default_str();
   app.add_option("--kv-cache-dtype", raw.kv_cache_dtype, "bf16, fp8_e4m3 or fp8_ds_mla")
       ->capture_default_str();
   app.add_option("--kv-cache-scale", raw.kv_cache_scale, "Of fp8_e4m3: value = stored * scale")
+      ->type_name("FLOAT")
       ->capture_default_str();
   app.add_option("--schedule", raw.schedule, "packed, uniform or fixed")->capture_default_str();
   app.add_option("--split-tokens", raw.split_tokens,
@@ -316,7 +357,7 @@ void add_options(CLI::App& app, RawOptions& raw) {
   app.add_option("--merge", raw.merge, "fused or discrete")->capture_default_str();
 
   app.option_defaults()->group("Context parallelism");
-  app.add_option("--cp", raw.cp, "Ranks")->capture_default_str();
+  app.add_option("--cp", raw.cp, "Ranks")->type_name("INT")->capture_default_str();
   app.add_option("--cp-placement", raw.cp_words.placement, "sharded or replicated")
       ->check(CLI::IsMember({"sharded", "replicated"}))
       ->capture_default_str();
@@ -327,19 +368,26 @@ void add_options(CLI::App& app, RawOptions& raw) {
       ->check(CLI::IsMember({"gather_kv", "merge_partials", "auto"}))
       ->capture_default_str();
   app.add_option("--cp-interleave", raw.cp_interleave, "Tokens on a rank in a row [I]")
+      ->type_name("INT")
       ->capture_default_str();
   app.add_option("--cp-link-gbps", raw.cp_link_gbps, "Cost model: GB/s that a rank receives")
+      ->type_name("FLOAT")
       ->capture_default_str();
   app.add_option("--cp-nic-gbps", raw.cp_nic_gbps,
                  "--simulate: GB/s that a rank receives from other nodes")
+      ->type_name("FLOAT")
       ->capture_default_str();
   app.add_option("--cp-ranks-per-node", raw.cp_ranks_per_node, "--simulate: GPUs of a node")
+      ->type_name("INT")
       ->capture_default_str();
   app.add_option("--cp-latency-us", raw.cp_latency_us, "Cost model: of one collective")
+      ->type_name("FLOAT")
       ->capture_default_str();
   app.add_option("--cp-gemm-tflops", raw.cp_gemm_tflops, "Cost model: of the expansion")
+      ->type_name("FLOAT")
       ->capture_default_str();
   app.add_option("--cp-attention-tflops", raw.cp_attention_tflops, "Cost model: of attention")
+      ->type_name("FLOAT")
       ->capture_default_str();
   app.add_flag("--cp-spawn", raw.cp_words.spawn, "Start the ranks as processes");
   app.add_flag("--simulate", raw.cp_words.simulate,
@@ -406,10 +454,13 @@ ParsedCommandLine parse_command_line(int argc, const char* const* argv) {
     add_options(*command, raw);
     command->option_defaults()->group("Options");
     if (help.command == Command::kPlan) {
-      command->add_option("--step", raw.step, "Which of many steps to plan")->capture_default_str();
+      command->add_option("--step", raw.step, "Which of many steps to plan")
+          ->type_name("INT")
+          ->capture_default_str();
     }
     if (help.command == Command::kBench || help.command == Command::kCalibrate) {
       command->add_option("--seconds", raw.bench_seconds, "Time spent on each measurement")
+          ->type_name("FLOAT")
           ->capture_default_str();
     }
     commands.emplace_back(command, help.command);
@@ -431,8 +482,8 @@ ParsedCommandLine parse_command_line(int argc, const char* const* argv) {
     if (!command->parsed()) continue;
     ParsedCommandLine parsed;
     parsed.options.command = value;
-    parsed.options.json_path = raw.json;
-    parsed.options.trace_path = raw.trace;
+    parsed.options.json_path = raw.json.value_or("");
+    parsed.options.trace_path = raw.trace.value_or("");
     try {
       check(raw, parsed.options);
     } catch (const Error& error) {

@@ -67,6 +67,8 @@ void add_rank(const RankPlan& rank, size_t c, PlannedChunk& planned) {
 /// Plans every rank.
 void plan_group(const Options& options, const PlanConfig& config, const Batch& batch,
                 PlanReport& report) {
+  constexpr int64_t kMaxListed = int64_t{1} << 24;  // a report of some gigabytes
+  int64_t listed = 0;
   RankPlan plan;
   for (int32_t rank = 0; rank < options.cp.world; ++rank) {
     build_rank_plan(parallel_config(options, rank), config, options.config.kv_cache_format, batch,
@@ -77,6 +79,13 @@ void plan_group(const Options& options, const PlanConfig& config, const Batch& b
       add_rank(plan, c, report.chunks[c]);
       const std::vector<int32_t>& lens = report.chunks[c].local_seq_lens.back();
       rows += std::accumulate(lens.begin(), lens.end(), int64_t{0});
+      listed += static_cast<int64_t>(lens.size()) + 1;
+    }
+    if (listed > kMaxListed) {
+      throw_error(ErrorCode::kInvalidArgument,
+                  "--cp {}: the lists of {} chunks on {} ranks pass the limit of {} entries: use a "
+                  "larger --workspace-tokens or fewer ranks",
+                  options.cp.world, report.chunks.size(), rank + 1, kMaxListed);
     }
     report.rank_rows.push_back(rows);
   }
@@ -177,6 +186,7 @@ namespace {
 constexpr size_t kMaxSpanColumns = 6;   // beyond, a chunk is one character wide
 constexpr size_t kMaxMapColumns = 80;   // beyond, the map ends with a note
 constexpr size_t kMaxRequestRows = 40;  // beyond, the middle is left out
+constexpr size_t kMaxChunkRows = 1000;  // as with requests; --json lists all
 
 std::string chunk_table(const PlanReport& report) {
   std::vector<Table::Column> columns{{"chunk"},
@@ -189,7 +199,14 @@ std::string chunk_table(const PlanReport& report) {
   const bool sharded = report.rank_rows.size() > 1;
   if (sharded) columns.push_back({"rows by rank", Table::Align::kLeft});
   Table table(std::move(columns));
-  for (size_t c = 0; c < report.chunks.size(); ++c) {
+  const size_t num_chunks = report.chunks.size();
+  for (size_t c = 0; c < num_chunks; ++c) {
+    if (num_chunks > kMaxChunkRows && c == kMaxChunkRows / 2) {
+      std::vector<std::string> gap(sharded ? 8 : 7);
+      gap[0] = fmt::format("({} more)", num_chunks - kMaxChunkRows);
+      table.add_row(std::move(gap));
+      c = num_chunks - kMaxChunkRows / 2;
+    }
     const PlannedChunk& chunk = report.chunks[c];
     int32_t largest = chunk.seq_tot();
     std::string by_rank;

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <system_error>
 
 #include "metadata/error.h"
 
@@ -27,7 +28,8 @@ using File = std::unique_ptr<std::FILE, CloseFile>;
 
 OutputFile::OutputFile(const std::string& path) : path_(path) {
   if (path.empty()) return;
-  created_ = !std::filesystem::exists(path);
+  std::error_code unknown;  // what can't be looked up can't be opened either
+  created_ = !std::filesystem::exists(path, unknown);
   errno = 0;
   const File file(std::fopen(path.c_str(), "a"));
   if (file == nullptr) refuse(path);
@@ -50,18 +52,22 @@ Progress::Progress(std::FILE* stream)
 
 void Progress::show(const std::string& line) {
   if (stream_ == nullptr) return;
-  fmt::print(stream_, "\r{:<{}}", line, shown_);
+  std::fputs(fmt::format("\r{:<{}}", line, shown_).c_str(), stream_);
   std::fflush(stream_);
   shown_ = line.size();
 }
 
 void Progress::clear() {
   if (shown_ == 0) return;
-  fmt::print(stream_, "\r{:<{}}\r", "", shown_);
+  std::fputs(fmt::format("\r{:<{}}\r", "", shown_).c_str(), stream_);
   std::fflush(stream_);
   shown_ = 0;
 }
 
-std::string json_text(const nlohmann::ordered_json& json) { return json.dump(2) + '\n'; }
+std::string json_text(const nlohmann::ordered_json& json) {
+  // Words of the command line stand in results and errors, and need not be UTF-8.
+  constexpr auto kReplace = nlohmann::ordered_json::error_handler_t::replace;
+  return json.dump(2, ' ', /*ensure_ascii=*/false, kReplace) + '\n';
+}
 
 }  // namespace mla::cli

@@ -4,6 +4,7 @@
 
 #include "metadata/error.h"
 #include "tools/cli/device.h"
+#include "tools/cli/verify.h"
 
 namespace mla::cli {
 namespace {
@@ -26,7 +27,7 @@ size_t session_workspace_bytes(const EngineConfig& config, const Backend& backen
 }
 
 double needed_bytes(const Options& options, const Workload& workload, const EngineConfig& config,
-                    const Backend& backend, const GroupMember* member) {
+                    const Backend& backend, const Executor& executor, const GroupMember* member) {
   const ModelDims& dims = config.dims;
   const double heads = dims.num_heads;
   const double tokens = config.max_query_tokens;
@@ -35,16 +36,19 @@ double needed_bytes(const Options& options, const Workload& workload, const Engi
   const double weights = heads * dims.kv_head_dim() * dims.kv_lora_rank * 2;
   const double io =
       tokens * (heads * (dims.qk_head_dim() * 2 + dims.v_head_dim * 2 + 4) + dims.latent_dim() * 2);
+  // Inputs stand on host and device; filling the caches takes as much scratch as the engine.
   const double rank = static_cast<double>(session_workspace_bytes(config, backend, member)) +
-                      options.num_layers * (cache + weights) +
-                      2 * io;  // inputs stand on host and device
-  return rank * options.cp.world;
+                      static_cast<double>(backend.scratch_bytes(op_limits(dims))) +
+                      options.num_layers * (cache + weights) + weights + 2 * io;
+  const double oracle = options.verify ? verify_bytes(workload, dims, executor.num_workers()) : 0;
+  return rank * options.cp.world + oracle;
 }
 
 EngineConfig checked_config(const Options& options, const Workload& workload,
-                            const Backend& backend, const GroupMember* member) {
+                            const Backend& backend, const Executor& executor,
+                            const GroupMember* member) {
   EngineConfig config = engine_config(options, workload);
-  check_memory(backend, needed_bytes(options, workload, config, backend, member));
+  check_memory(backend, needed_bytes(options, workload, config, backend, executor, member));
   return config;
 }
 
@@ -72,7 +76,7 @@ Session::Session(const Options& options, const Workload& workload, Backend& back
     : backend_(backend),
       executor_(executor),
       member_(member),
-      config_(checked_config(options, workload, backend, member)),
+      config_(checked_config(options, workload, backend, executor, member)),
       num_layers_(options.num_layers),
       num_pages_(static_cast<int32_t>(std::max<int64_t>(workload.num_pages(config_.page_size), 1))),
       values_(options.seed, config_.dims),

@@ -60,6 +60,20 @@ int64_t count_scores(const Step& step, int64_t heads) {
 
 }  // namespace
 
+double verify_bytes(const Workload& workload, const ModelDims& dims, int num_workers) {
+  constexpr double kScoreRows = 64;  // that the oracle attends at a time, at the most
+  double longest = 0.0;
+  for (const PrefillRequest& request : workload.requests) {
+    longest = std::max(longest, double(request.prefix_len) + request.prompt_len);
+  }
+  // Each worker expands one head of one request, twice while absorbed and new keys are put
+  // together.
+  const double latent = (longest + kGroupRows) * dims.latent_dim() * sizeof(float);
+  const double keys = longest * dims.kv_head_dim() * sizeof(float) * 2;
+  const double scores = longest * kScoreRows * sizeof(double);
+  return latent + num_workers * (keys + scores);
+}
+
 /// The keys of one request, and which of its rows are checked.
 struct Verifier::Request {
   ScheduledRequest scheduled;

@@ -10,6 +10,7 @@
 #include "metadata/model.h"
 #include "tests/oracle/oracle.h"
 #include "tools/cli/session.h"
+#include "tools/cli/workload.h"
 
 namespace mla::cli {
 
@@ -31,6 +32,9 @@ struct VerifySample {
   int32_t random_rows = 64;               // of each request, where rows are sampled
   int32_t max_heads = 0;                  // evenly spread; 0: all
 };
+
+/// Memory that a Verifier takes at most, on top of the session's.
+double verify_bytes(const Workload& workload, const ModelDims& dims, int num_workers);
 
 class Verifier {
  public:
