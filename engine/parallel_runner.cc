@@ -31,14 +31,15 @@ int64_t max_exchange_rows(const EngineConfig& config, const ParallelConfig& para
   return parallel.shard.world * max_block_rows(config, parallel);
 }
 
-/// Rows of the partials that arrive: E, or all of each rank's where those are small. A second block
-/// is where results are collected before they are gathered.
+/// Rows of the partials that arrive: E, or all of each rank's where those are small or the schedule
+/// is fixed. A second block is where results are collected before they are gathered.
 int64_t max_received_rows(const EngineConfig& config, const ParallelConfig& parallel) {
   const int64_t blocks = std::max(parallel.shard.world, 2) * max_block_rows(config, parallel);
   if (split(parallel)) return blocks;
   const ModelDims& dims = config.dims;
   const int64_t row_bytes = int64_t{dims.num_heads} * (dims.v_head_dim + 1) * 4;
   const int64_t whole = int64_t{parallel.shard.world} * config.max_query_tokens;
+  if (config.schedule == Schedule::kFixed) return std::max(blocks, whole);
   return std::max(blocks, std::min(parallel.small_exchange_bytes / row_bytes, whole));
 }
 

@@ -21,8 +21,8 @@ struct ParallelLayout {
   size_t gathered = 0;      // what is gathered of a chunk, [N, W] stored rows, or of new tokens
   size_t new_tokens = 0;    // split queries: [T, L + Rr] bf16, all new tokens in order
   size_t queries = 0;       // split queries, partials merged: [E, H, P + Rr] bf16, of all ranks
-  size_t received_out = 0;  // partials merged: [E, H, V] float32, of all ranks
-  size_t received_lse = 0;  // [E, H] float32
+  size_t received_out = 0;  // partials merged: of all ranks, [E, H, V] float32 (kFixed: N * T rows)
+  size_t received_lse = 0;  // as many rows: [rows, H] float32
   size_t total = 0;
 };
 ParallelLayout parallel_layout(const EngineConfig& config, const ParallelConfig& parallel,

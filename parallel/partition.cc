@@ -154,10 +154,12 @@ class RankPlanBuilder {
   void choose_blocks() {
     plan_.exchanges_partials = merges() && context_tokens_ > 0;
     // A gather leaves every rank with all keys: without split queries there is nothing to share.
+    // The fixed schedule shares nothing either, since blocks would cut requests where the batch
+    // says.
+    const double all_partials = world_ * double(num_tokens()) * partial_bytes();
+    const bool small = all_partials <= static_cast<double>(parallel_.small_exchange_bytes);
     plan_.every_rank_finishes =
-        !split() &&
-        (!plan_.exchanges_partials || world_ * double(num_tokens()) * partial_bytes() <=
-                                          static_cast<double>(parallel_.small_exchange_bytes));
+        !split() && (!plan_.exchanges_partials || small || config_.schedule == Schedule::kFixed);
     plan_.stored_row_bytes = kv_row_bytes_;
     if (plan_.every_rank_finishes) {
       plan_.block_rows = num_tokens();

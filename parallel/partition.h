@@ -88,6 +88,11 @@ struct RankPlan {
   std::vector<int32_t> new_token_sources;
 };
 
+/// With Schedule::kFixed, replicated queries and a given strategy, a row's bits are a function of
+/// its own request, as without ranks; every rank then finishes all rows, and kAuto is
+/// kMergePartials. With split queries they are not: where a request is cut depends on the requests
+/// before it.
+///
 /// `config.shard` and `config.path` are the partition's own business: the path is kExpand, which
 /// `config` must allow. Throws kInvalidArgument, or kUnsupported for the absorb path and for
 /// gather_kv over a sharded cache whose rows are no multiple of 16 bytes.

@@ -228,7 +228,7 @@ class ReplayTest : public FaultsTest {
     const double unchunked =
         unchunked_error(backend(), scenario, KvCacheFormat::kBf16, 1.0f, expected);
     ASSERT_GT(scenario.steps.size(), 1u);
-    const Tolerance tolerance{2 * unchunked + 1e-3, /*lse=*/1e-3};
+    const Tolerance tolerance{2 * unchunked + 1e-3, /*lse=*/5e-3};
     const ParallelRun masked = run(scenario, parallel, /*mask=*/true);
     ASSERT_TRUE(masked.ok()) << masked.outcomes[0].message;
     EXPECT_TRUE(agrees(masked.result, expected, scenario.dims, tolerance));
@@ -264,7 +264,7 @@ TEST_F(ReplayTest, TwoGroupsOfTwoInAWorldOfFour) {
           unchunked_error(backend(), halves[group], KvCacheFormat::kBf16, 1.0f, expected);
       const ::testing::AssertionResult right =
           agrees(runs[group].result, expected, halves[group].dims,
-                 mask ? Tolerance{2 * unchunked + 1e-3, 1e-3} : Tolerance{0.5, 0.5});
+                 mask ? Tolerance{2 * unchunked + 1e-3, 5e-3} : Tolerance{0.5, 0.5});
       EXPECT_EQ(static_cast<bool>(right), mask) << right.message();
     }
   }
