@@ -48,6 +48,14 @@ expect 2 '' "engine_cli: .*/nonexistent/x.*" run "${small[@]}" "${batch[@]}" --j
 "$cli" --help >/dev/full 2>"$TEST_TMPDIR/err"
 [[ $? == 2 ]] || { echo "FAILED: help that can't be written"; status=1; }
 
+# Where threads can't be had, the command says so and ends: 64 stacks of 64 MiB pass the limit.
+for threads in "--threads 64" "--cp 64 --threads 1"; do
+  (ulimit -s 65536 -v 2000000 && "$cli" run "${small[@]}" --query-lens 3 --context-lens 9 \
+    --workspace-tokens 64 $threads) 2>"$TEST_TMPDIR/err"
+  [[ $? == 3 ]] && grep -q "^engine_cli: can't start" "$TEST_TMPDIR/err" ||
+    { echo "FAILED: $threads without threads to start"; cat "$TEST_TMPDIR/err"; status=1; }
+done
+
 # An error keeps its exit code where nobody can hear of it.
 "$cli" run --query-lens x 2>&-
 [[ $? == 2 ]] || { echo "FAILED: stderr that is closed"; status=1; }

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <exception>
 #include <nlohmann/json.hpp>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -141,11 +142,13 @@ RunReport run_group(const Options& options, const Workload& workload, Device& de
   // A rank that fails is noticed at once; until then, others wait while rank 0 verifies.
   constexpr std::chrono::hours kTimeLimit(24);
   InProcessGroup group(options.cp.world, kTimeLimit);
-  std::vector<std::exception_ptr> errors(static_cast<size_t>(options.cp.world));
+  std::vector<std::unique_ptr<Communicator>> communicators;
+  for (int32_t rank = 0; rank < options.cp.world; ++rank) communicators.push_back(group.join(rank));
+  std::vector<std::exception_ptr> errors(communicators.size());
   RunReport report;
   const auto run = [&](int32_t rank) {
     try {
-      const std::unique_ptr<Communicator> communicator = group.join(rank);
+      const std::unique_ptr<Communicator> communicator = std::move(communicators[rank]);
       const GroupMember member{parallel_config(options, rank), *communicator};
       RunReport own =
           run_rank(options, workload, device, &member, rank == 0 ? listeners : Listeners());
@@ -155,7 +158,17 @@ RunReport run_group(const Options& options, const Workload& workload, Device& de
     }
   };
   std::vector<std::thread> threads;
-  for (int32_t rank = 1; rank < options.cp.world; ++rank) threads.emplace_back(run, rank);
+  threads.reserve(communicators.size());
+  try {
+    for (int32_t rank = 1; rank < options.cp.world; ++rank) threads.emplace_back(run, rank);
+  } catch (const std::system_error& error) {
+    const size_t missing = threads.size() + 1;
+    errors[missing] = std::make_exception_ptr(Error(
+        ErrorCode::kDevice,
+        fmt::format("can't start rank {} of {}: {}", missing, options.cp.world, error.what())));
+    // Ranks that never start leave the group, so that nobody waits for them.
+    for (size_t rank = missing; rank < communicators.size(); ++rank) communicators[rank].reset();
+  }
   run(0);
   for (std::thread& thread : threads) thread.join();
   rethrow_cause(errors);
