@@ -329,7 +329,7 @@ void ParallelRunner::gather_results(const RankPlan& plan, const Call& call, cons
   const auto row_heads = static_cast<size_t>(plan.block_rows) * static_cast<size_t>(dims.num_heads);
   const Partials all = partials(static_cast<std::byte*>(workspace_.partial_out.data),
                                 workspace_.partial_lse.data, layer.out.dtype);
-  const size_t row_bytes = static_cast<size_t>(dims.v_head_dim * dtype_bytes(layer.out.dtype));
+  const size_t row_bytes = static_cast<size_t>(dims.v_head_dim) * dtype_bytes(layer.out.dtype);
   communicator_->all_gather(results.out.data, all.out.data, row_heads * row_bytes,
                             call.context.stream);
   communicator_->all_gather(results.lse.data, all.lse.data, row_heads * sizeof(float),
