@@ -434,8 +434,9 @@ class PlanBuilder {
   }
 
   static std::span<const QueryRows> rows_of(std::span<const QueryRows> all, int32_t request) {
-    const auto range = std::ranges::equal_range(all, request, {}, &QueryRows::request);
-    return {range.begin(), range.end()};
+    const auto begin = std::ranges::lower_bound(all, request, {}, &QueryRows::request);
+    const auto end = std::ranges::upper_bound(begin, all.end(), request, {}, &QueryRows::request);
+    return {begin, end};
   }
 
   /// Items of an expanded chunk where every span has keys on this rank.

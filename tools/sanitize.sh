@@ -9,6 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 status=0
 for sanitizer in "$@"; do
   echo "== $sanitizer"
-  ${BAZEL:-bazel} test --keep_going --config="$sanitizer" //... || status=1
+  # Sanitizers slow a test down by ten times and more, its time limit with it.
+  ${BAZEL:-bazel} test --keep_going --test_timeout=900 --config="$sanitizer" //... || status=1
 done
 exit $status
